@@ -28,12 +28,12 @@ from penstock.jobs.description import load as load_jobs
 from penstock.jobs.record import StateDirectory
 from penstock.lab.ssd.description import describe
 from penstock.lab.ssd.mqsim_xml import parse as parse_xml
-from penstock.lab.ssd.traces import Format, read_trace
+from penstock.lab.ssd.traces import TraceFormat, read_trace
 from penstock.observe.clock import ManualClock
 from penstock.observe.events import Stage
 from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder
-from penstock.observe.records import LastWords, read_events
+from penstock.observe.records import FinalSummary, read_events
 from penstock.observe.summary import RunFacts, summarize
 from penstock.optim.config import StatesConfig
 from penstock.plan import Budgets, Machine, PassProfile, SlotKey, SlotProfile, policies
@@ -68,7 +68,7 @@ def a_log():
         recorder.end_step()
         facts = RunFacts(policy="auto", device="cpu", budget_bytes=None, steps=1)
         summary = summarize(recorder.snapshot(), facts).to_json()
-        log.conclude(LastWords(summary))
+        log.conclude(FinalSummary(summary))
     return path.read_bytes(), json.dumps(summary).encode()
 
 
@@ -112,10 +112,10 @@ READERS = {
     "summary.json": (lambda: a_log()[1], read_run),
     "device.toml": (a_device, describe),
     "device.xml": (lambda: b"<A><B>1</B></A>", lambda path: parse_xml(path, "A")),
-    "penstock.jsonl": (lambda: a_log()[0], lambda path: requests_of(path, Format.PENSTOCK)),
-    "fio.log": (lambda: FIO, lambda path: requests_of(path, Format.FIO)),
-    "blk.txt": (lambda: BLK, lambda path: requests_of(path, Format.BLKPARSE)),
-    "msr.csv": (lambda: MSR, lambda path: requests_of(path, Format.MSR)),
+    "penstock.jsonl": (lambda: a_log()[0], lambda path: requests_of(path, TraceFormat.PENSTOCK)),
+    "fio.log": (lambda: FIO, lambda path: requests_of(path, TraceFormat.FIO)),
+    "blk.txt": (lambda: BLK, lambda path: requests_of(path, TraceFormat.BLKPARSE)),
+    "msr.csv": (lambda: MSR, lambda path: requests_of(path, TraceFormat.MSR)),
     "mqsim.txt": (lambda: b"1 0 8 8 1\n9 0 64 8 0\n", lambda path: requests_of(path, None)),
     "disksim.txt": (lambda: b"0.5 0 8 8 1\n9.1 0 64 8 0\n", lambda path: requests_of(path, None)),
 }

@@ -15,7 +15,7 @@ import torch
 
 import penstock
 from penstock.testing.gpu import command, contract, document, fact, figures, processes
-from penstock.testing.gpu.fact import Outcome
+from penstock.testing.gpu.fact import FactOutcome
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
@@ -168,9 +168,9 @@ def test_a_fact_that_needs_what_a_kind_of_device_has_not_is_not_examined(monkeyp
         ("set_device_first", "needs 2 devices"),
     ):
         finding = fact.judge(contract.named(name), "cpu")
-        assert (finding.outcome, finding.found) == (Outcome.NOT_HERE, reason)
-    assert fact.judge(contract.named("streams_are_values"), "cpu").outcome is Outcome.HOLDS
-    assert fact.judge(contract.named("storages_are_aligned"), "cpu").outcome is Outcome.DIFFERS
+        assert (finding.outcome, finding.found) == (FactOutcome.NOT_HERE, reason)
+    assert fact.judge(contract.named("streams_are_values"), "cpu").outcome is FactOutcome.HOLDS
+    assert fact.judge(contract.named("storages_are_aligned"), "cpu").outcome is FactOutcome.DIFFERS
 
 
 def test_without_a_kernel_that_sleeps_products_keep_a_stream_busy(monkeypatch):
@@ -360,22 +360,22 @@ def judged(examine, **how):
 
 @pytest.mark.usefixtures("device")
 def test_a_fact_holds_differs_or_cannot_be_examined():
-    assert judged(lambda gpu: None).outcome is Outcome.HOLDS
+    assert judged(lambda gpu: None).outcome is FactOutcome.HOLDS
 
     def differs(gpu):
         fact.expect(False, "it is otherwise")
 
     found = judged(differs)
-    assert (found.outcome, found.found, found.tries) == (Outcome.DIFFERS, "it is otherwise", 1)
+    assert (found.outcome, found.found, found.tries) == (FactOutcome.DIFFERS, "it is otherwise", 1)
 
     def fails(gpu):
         raise RuntimeError("CUDA error: of some kind\nCUDA kernel errors might be ...")
 
     found = judged(fails)
-    assert found.outcome is Outcome.ERROR
+    assert found.outcome is FactOutcome.ERROR
     assert found.found == "RuntimeError: CUDA error: of some kind"
     found = judged(lambda gpu: None, devices=2)
-    assert (found.outcome, found.found) == (Outcome.NOT_HERE, "needs 2 devices")
+    assert (found.outcome, found.found) == (FactOutcome.NOT_HERE, "needs 2 devices")
 
 
 @pytest.mark.usefixtures("device")
@@ -387,7 +387,7 @@ def test_only_where_the_host_may_be_late_a_fact_is_tried_again_with_longer_delay
         fact.expect(len(delays) == 3, "the host was late")
 
     found = judged(late, late=True)
-    assert (found.outcome, found.tries) == (Outcome.HOLDS, 3)
+    assert (found.outcome, found.tries) == (FactOutcome.HOLDS, 3)
     assert found.found == "the host was late; then the host was late"
     assert delays == sorted(set(delays))
     delays.clear()

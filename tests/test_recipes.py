@@ -16,7 +16,7 @@ from penstock.core.units import MIB
 from penstock.plan import Action, Decision
 from penstock.plan.groups import groups_of
 from penstock.plan.recipes import recipe_name
-from penstock.plan.recomputing import Recomputing
+from penstock.plan.recomputing import RecomputeChoices
 from penstock.runtime import digests
 from penstock.runtime.movers import CpuMover
 from penstock.runtime.remade import REMADE
@@ -36,7 +36,7 @@ def by_recipes(plan, profile, tier_of=lambda number: "", only=""):
 
     Or with ``only`` one recipe.
     """
-    recomputing = Recomputing(profile, groups_of(profile))
+    recomputing = RecomputeChoices(profile, groups_of(profile))
     chosen = [recomputing.modules[only]] if only else recomputing.recipes()
     maker = {g: one.path for one in chosen for g in one.groups}
     decisions, number = [], 0

@@ -12,7 +12,7 @@ from offload_runs import MACHINE, Trace, counted, wait_until
 from penstock.core.errors import ClosedError
 from penstock.data import FlashDataset, FlashLoader
 from penstock.data.reader import Pending
-from penstock.io.engine import Batch, Priority
+from penstock.io.engine import Priority, ReadBatch
 from penstock.io.threads import Syscalls, ThreadEngine
 from penstock.observe.counters import PLANS
 
@@ -71,7 +71,7 @@ def test_a_session_lends_its_engine(session_for, floats):
         engine = session.engine
         submit = engine.submit_batch
 
-        def noted(batch: Batch):
+        def noted(batch: ReadBatch):
             priorities.add(batch.priority)
             return submit(batch)
 

@@ -21,7 +21,7 @@ from penstock.lab import zoo
 from penstock.lab.dry import dry_profile
 from penstock.lab.ssd import Placement, Update
 from penstock.lab.ssd.device import Device
-from penstock.lab.ssd.simulated import Engine, simulate
+from penstock.lab.ssd.simulated import SimulationEngine, simulate
 from penstock.plan import Budgets, Machine, Profile, policies
 from penstock.plan.replay import replay
 from penstock.plan.roofline import retimed
@@ -228,7 +228,7 @@ class Updates:
 def updates(device: Device, update: Update) -> Updates:
     """Simulate the update on timelines; the host writes gradients at the rate of its states."""
     host, controller, die = (
-        simulate(device, update, each, Engine.TIMELINE)
+        simulate(device, update, each, SimulationEngine.TIMELINE)
         for each in (Placement.HOST, Placement.CONTROLLER, Placement.DIE)
     )
     busy = dict(host.busy_s)

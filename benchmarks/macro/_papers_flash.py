@@ -28,7 +28,7 @@ from _papers_paper import Line, OnPaper, percent, took
 
 import _results
 from penstock.plan import Budgets, CodecSample, Machine, Profile, SlotProfile
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.policies.flashneuron import choose as flashneurons_choice
 
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -244,7 +244,9 @@ def not_zero(network: str) -> float:
 
 
 def largest_batch(
-    paper: OnPaper, choose: Callable[[Case], Choice], looked_at: tuple[int, ...] = (FIRST,)
+    paper: OnPaper,
+    choose: Callable[[PlanningProblem], Choice],
+    looked_at: tuple[int, ...] = (FIRST,),
 ) -> int:
     """The largest that fits with the choice that needs least, to within ``WITHIN``.
 
@@ -285,10 +287,10 @@ def _guess(needs: dict[int, int], fits: int, over: int | None, limit: int) -> in
     return min(max(fits + int(share * (over - fits)), fits + 1), over - 1)
 
 
-def least_bytes(paper: OnPaper, batch: int, choose: Callable[[Case], Choice]) -> int:
+def least_bytes(paper: OnPaper, batch: int, choose: Callable[[PlanningProblem], Choice]) -> int:
     """The device memory without which a choice does not do, with convolutions as lean as need be."""
     budgets = Budgets(0, paper.machine.host_bytes, paper.machine.flash_bytes)
-    case = Case(paper.profile(batch), paper.machine, budgets)
+    case = PlanningProblem(paper.profile(batch), paper.machine, budgets)
     case = case.with_limits(case.leanest)
     return case.residency(choose(case)).hard_bytes
 

@@ -34,7 +34,7 @@ from _papers_paper import GIB, Line, OnPaper, figures, gib, percent, took
 from penstock.plan import Machine, Profile
 from penstock.plan.assemble import assemble
 from penstock.plan.baseline import static_bytes, workspace_bytes
-from penstock.plan.case import Case
+from penstock.plan.case import PlanningProblem
 from penstock.plan.convolution import with_algorithms
 from penstock.plan.plan import Plan
 from penstock.plan.policies.vdnn_all import every_map, offload_maps
@@ -176,7 +176,7 @@ def with_cudnns_pooling(profile: Profile) -> Profile:
 
 def variants(paper: OnPaper, profile: Profile) -> Iterator[Plan]:
     """vDNN's static policies with memory-optimal (m) and performance-optimal (p) convolutions."""
-    whole = Case(profile, paper.machine, paper.budgets)
+    whole = PlanningProblem(profile, paper.machine, paper.budgets)
     for letter, lean in (("m", whole.leanest), ("p", ())):
         case = whole.with_limits(lean)
         for name, wanted in (
@@ -236,7 +236,7 @@ def stepped_down(paper: OnPaper, profile: Profile) -> Plan:
 
     The X of convolutions are offloaded; where a workspace does not fit, a slower algorithm is taken.
     """
-    case = Case(profile, paper.machine, paper.budgets)
+    case = PlanningProblem(profile, paper.machine, paper.budgets)
     wanted = convolutions_maps(case.layers)
     tiers = offload_maps(case.with_limits(case.leanest), wanted).tiers
     fitted = case.fitted(tiers)

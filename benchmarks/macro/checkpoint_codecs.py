@@ -20,7 +20,7 @@ import torch
 import _results
 from penstock import checkpoint
 from penstock.checkpoint.manifest import CODECS
-from penstock.lab.characterize.training import Training
+from penstock.lab.characterize.training import RankTraining
 
 STATES = {"alexnet": (0.5, 40), "resnet18": (1.0, 12), "gpt2": (0.5, 12)}
 """How much of the published size, and how many steps of training."""
@@ -41,7 +41,7 @@ def main():
 
 def measure(name, directory):
     scale, steps = STATES[name]
-    training = Training(name, scale=scale, parallel="none", device=torch.device("cpu"))
+    training = RankTraining(name, scale=scale, parallel="none", device=torch.device("cpu"))
     for _ in range(steps):
         training.step()
     state = training.state()

@@ -24,18 +24,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import _results
-from penstock.io.spoiled import SpoiledEngine
+from penstock.io.spoiled import CorruptingEngine
 from penstock.lab.ssd import load
 from penstock.lab.ssd.faults import LIGHT, NO_CODE, raw_rate
-from penstock.lab.ssd.flips import Check, Flips
+from penstock.lab.ssd.flips import BitFlips, DieCheck
 from penstock.optim import FlashAdamW
 
 CONTEXT, BATCH, WIDTH = 32, 64, 256
 GUARDS = {
-    "nothing": (NO_CODE, Check.NONE),
-    "NaN check": (NO_CODE, Check.NAN),
-    "top bit of the exponent": (NO_CODE, Check.BELOW_TWO),
-    "light BCH": (LIGHT, Check.NONE),
+    "nothing": (NO_CODE, DieCheck.NONE),
+    "NaN check": (NO_CODE, DieCheck.NAN),
+    "top bit of the exponent": (NO_CODE, DieCheck.BELOW_TWO),
+    "light BCH": (LIGHT, DieCheck.NONE),
 }
 RATES = (1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4)
 SEEDS = (1, 2)
@@ -113,14 +113,14 @@ def train(text, held, steps, *, rate, guard, seed):
     chance = torch.Generator().manual_seed(0)
     model = Model().bfloat16()
     code, check = GUARDS[guard]
-    flips = Flips(rate, code=code, check=check, seed=seed)
+    flips = BitFlips(rate, code=code, check=check, seed=seed)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=".") as directory:
         # small tiles and no memory for them: nearly all records are read at each step
         optimizer = FlashAdamW(
             model.parameters(), lr=1e-3, flash=directory, tile=8192, squeeze=False
         )
-        optimizer.wrap_engine(lambda engine: SpoiledEngine(engine, flips))
+        optimizer.wrap_engine(lambda engine: CorruptingEngine(engine, flips))
         for _ in range(steps):
             inputs, following = batch(text, chance, BATCH)
             loss = torch.nn.functional.cross_entropy(model(inputs).float(), following)
@@ -146,12 +146,12 @@ def train(text, held, steps, *, rate, guard, seed):
 
 def checked(model, check):
     """What goes to the host passes the same check; bfloat16 has the exponent of FP32."""
-    if check is Check.NONE:
+    if check is DieCheck.NONE:
         return
     for param in model.parameters():
         words = param.data.view(torch.int16)
         exponent = words & 0x7F80
-        odd = exponent == 0x7F80 if check is Check.NAN else (words & 0x4000) != 0
+        odd = exponent == 0x7F80 if check is DieCheck.NAN else (words & 0x4000) != 0
         words[odd] = words[odd] ^ 0x4000
 
 

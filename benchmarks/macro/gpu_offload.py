@@ -53,7 +53,7 @@ def main() -> None:
         sys.exit("gpu_offload: not everything could be measured")
 
 
-def attempt(job: steps.Job, place: str, args: argparse.Namespace) -> dict[str, Any]:
+def attempt(job: steps.TrainingJob, place: str, args: argparse.Namespace) -> dict[str, Any]:
     """Figures, or why there are none; the others are measured all the same."""
     if time.monotonic() > args.end_s:
         return {"refused": "there was no time left"}
@@ -112,7 +112,7 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def measure(job: steps.Job, place: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(job: steps.TrainingJob, place: str, args: argparse.Namespace) -> dict[str, Any]:
     def rivals(network: zoo.Network, session: penstock.Session) -> steps.Modes:
         return {
             "checkpoint": lambda: peers.checkpointed(network, session),
@@ -122,7 +122,7 @@ def measure(job: steps.Job, place: str, args: argparse.Namespace) -> dict[str, A
         }
 
     return steps.measure(
-        steps.Training(job, max(2, round(job.batch * args.scale))),
+        steps.NetworkTraining(job, max(2, round(job.batch * args.scale))),
         budget_share=args.budget_share,
         host_memory=args.host_memory,
         flash=args.dir if place == "flash" else (),

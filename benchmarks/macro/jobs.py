@@ -39,8 +39,8 @@ import _results
 from penstock.core.errors import ConfigError, JobError
 from penstock.core.units import GIB, MIB
 from penstock.jobs import Description, Manager
-from penstock.jobs.cgroups import Group, own_place
-from penstock.jobs.enclosure import Enclosure
+from penstock.jobs.cgroups import Cgroup, own_place
+from penstock.jobs.enclosure import JobCgroups
 from penstock.jobs.processes import held_bytes
 
 WIDTH, BATCH = 2048, 128
@@ -146,7 +146,7 @@ class Rig:
         self.budget_bytes = int(self.need_bytes / SHARE)
 
     def plain(
-        self, *, together: bool, group: Group | None = None, limit_s: float = float("inf")
+        self, *, together: bool, group: Cgroup | None = None, limit_s: float = float("inf")
     ) -> dict[str, Any]:
         """Plain Python, without Penstock; in a control group, and for so long, if that is said."""
         peak, begun = 0, time.perf_counter()
@@ -188,13 +188,13 @@ class Rig:
         """All at once in a group that has the budget and may swap; or why not."""
         try:
             place = own_place()
-            made = Enclosure(place, state=str(self.folder), budget_bytes=self.budget_bytes)
+            made = JobCgroups(place, state=str(self.folder), budget_bytes=self.budget_bytes)
         except JobError as error:
             return f"not measured: {error}"
         try:
             with swap_file(self.folder / "swap", SWAP_TIMES * self.need_bytes):
-                Group.at(made.path).limit(self.budget_bytes, swap=True)
-                group = Group.make(made.path, "paged", place.version)
+                Cgroup.at(made.path).limit(self.budget_bytes, swap=True)
+                group = Cgroup.make(made.path, "paged", place.version)
                 before = swapped_bytes()
                 try:
                     figures = self.plain(

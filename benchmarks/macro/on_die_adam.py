@@ -27,7 +27,7 @@ from torch import nn
 
 import _results
 from penstock.lab.ssd.element import Element, Rounding, constants, inverse_root, to_fp32
-from penstock.lab.ssd.flips import Check, Flips
+from penstock.lab.ssd.flips import BitFlips, DieCheck
 
 RATE = 1e-3
 CONTEXT, WIDTH = 32, 64
@@ -134,8 +134,8 @@ class Torch:
 class OnDie:
     """The element over the same, its states as flash has them."""
 
-    def __init__(self, weights, *, seed, wrong=0.0, check=Check.NONE, **settings):
-        self.flips, look = Flips(wrong, seed=seed), Flips(0.0, check=check)
+    def __init__(self, weights, *, seed, wrong=0.0, check=DieCheck.NONE, **settings):
+        self.flips, look = BitFlips(wrong, seed=seed), BitFlips(0.0, check=check)
         if wrong:
             settings["read"] = lambda page: self.flips(page.ctypes.data, page.nbytes)
             settings["check"] = lambda words: look(words.ctypes.data, words.nbytes)
@@ -161,7 +161,7 @@ def variants():
     for rounding in (Rounding.NEAREST, Rounding.STOCHASTIC):
         name = f"all states of two bytes, {rounding}"
         yield name, (OnDie, 2, {"state_bytes": (2, 2, 2), "rounding": rounding})
-    for check in Check:
+    for check in DieCheck:
         for wrong in WRONG:
             yield (
                 f"{wrong:g} wrong bits, check {check}",

@@ -28,7 +28,7 @@ from penstock.lab.ssd import Gradient, Placement, Update, load, step, with_field
 from penstock.lab.ssd.energy import Boundary
 from penstock.lab.ssd.operations import phases
 from penstock.lab.ssd.optimizers import OPTIMIZERS
-from penstock.lab.ssd.simulated import Engine, channel_waits, extrapolate, simulate
+from penstock.lab.ssd.simulated import SimulationEngine, channel_waits, extrapolate, simulate
 
 DEVICE = load("optimstore")
 ADAM = Update(parameters=6_700_000_000, optimizer="adam")
@@ -110,7 +110,8 @@ def anchors(networks):
     """Ours beside the paper's; where a card matters, of each card."""
     host, controller, die = (step(DEVICE, ADAM, each) for each in (HOST, CONTROLLER, DIE))
     fast = [
-        simulate(DEVICE, ADAM, each, Engine.TIMELINE).time_s for each in (HOST, CONTROLLER, DIE)
+        simulate(DEVICE, ADAM, each, SimulationEngine.TIMELINE).time_s
+        for each in (HOST, CONTROLLER, DIE)
     ]
     large = replace(ADAM, parameters=10_300_000_000)
     life = step(DEVICE, large, DIE)
@@ -226,7 +227,8 @@ def scaling():
         made = with_field(DEVICE, "geometry.channels", channels)
         made = with_field(made, "geometry.chips_per_channel", dies // channels)
         host, controller, die = (
-            simulate(made, ADAM, each, Engine.TIMELINE).time_s for each in (HOST, CONTROLLER, DIE)
+            simulate(made, ADAM, each, SimulationEngine.TIMELINE).time_s
+            for each in (HOST, CONTROLLER, DIE)
         )
         yield {
             "channels": channels,
@@ -337,7 +339,7 @@ def would_explain(networks):
 
 def channel_gains():
     """Processing at the channel over host, without what the paper gave its own controller."""
-    base = simulate(DEVICE, ADAM, HOST, Engine.TIMELINE).time_s
+    base = simulate(DEVICE, ADAM, HOST, SimulationEngine.TIMELINE).time_s
     programmed = replace(ADAM, gradient=Gradient.PROGRAMMED)
     single = with_field(DEVICE, "channel.multi_plane", False)
     changed = {
@@ -346,7 +348,7 @@ def channel_gains():
         "both": (single, programmed),
     }
     return {
-        name: round(base / simulate(*what, CONTROLLER, Engine.TIMELINE).time_s, 3)
+        name: round(base / simulate(*what, CONTROLLER, SimulationEngine.TIMELINE).time_s, 3)
         for name, what in changed.items()
     }
 
@@ -374,13 +376,13 @@ def slower_host(rate):
 
 def searched():
     """Every design, by its operations on timelines, and by its formula beside that."""
-    base = simulate(DEVICE, ADAM, HOST, Engine.TIMELINE).time_s
+    base = simulate(DEVICE, ADAM, HOST, SimulationEngine.TIMELINE).time_s
     for *values, states in itertools.product(*CHANGES.values(), STATES):
         made = DEVICE
         for path, value in zip(CHANGES, values, strict=True):
             made = with_field(made, path, value)
         update = replace(ADAM, state_bytes=states)
-        one, error = extrapolate(made, update, DIE, Engine.TIMELINE, periods=8)
+        one, error = extrapolate(made, update, DIE, SimulationEngine.TIMELINE, periods=8)
         formula = step(made, update, DIE).time_s
         divider, buffered, overlaps, chips, rate = values
         area = 4 / divider - 1 + REGISTERS_AREA * (buffered + overlaps)

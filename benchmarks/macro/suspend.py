@@ -191,14 +191,14 @@ def read_own(session: Any) -> float:
     return seconds
 
 
-def own_pages(session: Any) -> list[pages.Pages]:
+def own_pages(session: Any) -> list[pages.PageRange]:
     """The memory of a suspended job."""
     return [each.held.pages for each in session.suspended._away]
 
 
 def by_hand(
     move: Callable[[int, list[memoryview], int], int],
-    own: Iterable[pages.Pages],
+    own: Iterable[pages.PageRange],
     places: Iterable[tuple[int, int, int]],
 ) -> float:
     """Seconds to move so much memory, piece by piece, with as many threads as the engine has."""
@@ -389,7 +389,7 @@ def plain_limit(directory: str, child: Child, places: list[list[int]]) -> dict[s
         took = {"limit_write_s": course.plain_pass(new) * nbytes / whole}
         writes = requests_of("write", course, files, places)
         reads = requests_of("read", course, files, places)
-        memory = pages.Pages(course.address, whole)
+        memory = pages.PageRange(course.address, whole)
         for what, away_s in (("read_at_once", 0.0), ("read", SLEEP_S)):
             pages.free_pages(memory)
             time.sleep(away_s)

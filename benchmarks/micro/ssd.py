@@ -20,7 +20,7 @@ from penstock.lab.ssd import Placement, Update, load, step, with_field
 from penstock.lab.ssd.drive import Drive
 from penstock.lab.ssd.operations import phases
 from penstock.lab.ssd.requests import Workload
-from penstock.lab.ssd.simulated import Engine, simulate
+from penstock.lab.ssd.simulated import SimulationEngine, simulate
 
 EVENTS_PER_S = 500_000
 PAGES_PER_S = 10_000_000
@@ -86,12 +86,14 @@ def events_per_s(requests, load_of):
 def weight_update(rounds):
     device = load("optimstore")
     update = Update(parameters=6_700_000_000, optimizer="adam")
-    simulate(device, update, Placement.DIE, Engine.TIMELINE)  # loads, or compiles, the kernel
+    simulate(
+        device, update, Placement.DIE, SimulationEngine.TIMELINE
+    )  # loads, or compiles, the kernel
     took, off = [], {}
     pages = sum(one.page_operations for each in PLACED for one in phases(device, update, each))
     for _ in range(rounds):
         start = time.perf_counter()
-        done = [simulate(device, update, each, Engine.TIMELINE) for each in PLACED]
+        done = [simulate(device, update, each, SimulationEngine.TIMELINE) for each in PLACED]
         took.append(time.perf_counter() - start)
     for one in done:
         formula = step(device, update, one.placement)
@@ -117,7 +119,7 @@ def sweep_s():
         made = with_field(device, "geometry.chips_per_channel", chips)
         made = with_field(made, "channel.bytes_per_s", rate * 10**6)
         for placement in PLACED:
-            simulate(made, update, placement, Engine.TIMELINE)
+            simulate(made, update, placement, SimulationEngine.TIMELINE)
     return time.perf_counter() - start
 
 

@@ -26,7 +26,7 @@ from penstock.observe.clients import close_account, open_account
 from penstock.observe.counters import REFUSED, SESSION
 from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder
-from penstock.observe.records import LastWords
+from penstock.observe.records import FinalSummary
 from penstock.observe.rss import RssSampler
 from penstock.observe.suggestion import Suggestion
 from penstock.observe.summary import RunFacts, SlotFact, Summary, summarize
@@ -37,14 +37,14 @@ from penstock.runtime import given
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
-from penstock.runtime.loaders import Loaders, Reads
+from penstock.runtime.loaders import LoaderReads, Loaders
 from penstock.runtime.planner import Planner
 from penstock.runtime.stores import Stores, check_device_codec
 from penstock.tier.base import Tier
 
 if TYPE_CHECKING:
     from penstock.runtime.cuda.allowance import Allowance
-    from penstock.swap.space import Space
+    from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
 
 _open: list[Session] = []
@@ -95,7 +95,7 @@ class Session:
             plan = given.load_plan(config.policy)
         self._given = plan
         self.suspended: Suspended | None = None
-        self.space: Space | None = None
+        self.space: SwapSpace | None = None
         self.on_step: Callable[[], None] | None = None
         self._state = "new"
         self._in_block = False
@@ -194,7 +194,7 @@ class Session:
             for executor in self.devices.all.values():
                 executor.close()
             if self.recorder.log is not None:
-                self.recorder.log.conclude(LastWords(self.summary().to_json()))
+                self.recorder.log.conclude(FinalSummary(self.summary().to_json()))
         finally:
             self._stores_close()
         self.recorder.raise_warning()
@@ -441,11 +441,11 @@ class Session:
             raise ClosedError(f"the session is {self._state}: only an open session has an engine")
         return self._stores.engine
 
-    def add_loader(self, loader: Reads) -> None:
+    def add_loader(self, loader: LoaderReads) -> None:
         """Reserve flash bandwidth for a loader from the next plan on; ``FlashLoader`` calls this."""
         self._loaders.add(loader)
 
-    def remove_loader(self, loader: Reads) -> None:
+    def remove_loader(self, loader: LoaderReads) -> None:
         """Stop reserving flash bandwidth for a loader."""
         self._loaders.discard(loader)
 

@@ -33,7 +33,7 @@ Event: TypeAlias = Any
 """A recorded event of a device's stream; None on the host."""
 
 
-class Step(NamedTuple):
+class CopyStep(NamedTuple):
     """A part of a copy that fits one piece."""
 
     nbytes: int
@@ -57,7 +57,7 @@ class Staging:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._pieces = [pinned(PIECE_BYTES) for _ in range(2)]
 
-    def to_host(self, steps: Iterable[Step], after: Event) -> None:
+    def to_host(self, steps: Iterable[CopyStep], after: Event) -> None:
         """Let the device fill pieces, and empty each on the host.
 
         Args:
@@ -65,7 +65,7 @@ class Staging:
             after: Event that the copy waits for.
         """
         with self._ordered_after(after):
-            filled: tuple[Any, Tensor, Step] | None = None
+            filled: tuple[Any, Tensor, CopyStep] | None = None
             for number, step in enumerate(steps):
                 piece = self._pieces[number % 2][: step.nbytes]
                 step.on_device(piece)
@@ -76,7 +76,7 @@ class Staging:
             if filled is not None:
                 _empty(*filled)
 
-    def to_device(self, steps: Iterable[Step], after: Event) -> None:
+    def to_device(self, steps: Iterable[CopyStep], after: Event) -> None:
         """Fill pieces on the host, and let the device empty each.
 
         Args:
@@ -217,14 +217,14 @@ def pinned(nbytes: int) -> Tensor:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _steps(*, there: Tensor, here: Tensor, out: bool) -> Iterator[Step]:
+def _steps(*, there: Tensor, here: Tensor, out: bool) -> Iterator[CopyStep]:
     """Yield the steps of a copy between device and host; pieces have the device tensor's dtype."""
     count = PIECE_BYTES // there.element_size()
     for start in range(0, there.numel(), count):
         yield _step(there[start : start + count], here[start : start + count], out=out)
 
 
-def _step(there: Tensor, here: Tensor, *, out: bool) -> Step:
+def _step(there: Tensor, here: Tensor, *, out: bool) -> CopyStep:
     def on_device(piece: Tensor) -> None:
         piece = piece.view(there.dtype)
         target, source = (piece, there) if out else (there, piece)
@@ -235,10 +235,10 @@ def _step(there: Tensor, here: Tensor, *, out: bool) -> Step:
         target, source = (here, piece) if out else (piece, here)
         target.copy_(source)
 
-    return Step(there.numel() * there.element_size(), on_device, on_host)
+    return CopyStep(there.numel() * there.element_size(), on_device, on_host)
 
 
-def _empty(end: Any, piece: Tensor, step: Step) -> None:
+def _empty(end: Any, piece: Tensor, step: CopyStep) -> None:
     end.synchronize()
     step.on_host(piece)
 

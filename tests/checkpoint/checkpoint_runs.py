@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from penstock.checkpoint.disk import Disk, failed
-from penstock.checkpoint.store import Store
+from penstock.checkpoint.store import CheckpointStore
 from penstock.io.threads import Syscalls, ThreadEngine
 
 BLOCK = 16384
@@ -190,7 +190,7 @@ def fused_store(fuse, **settings):
 
 
 def small_store(**settings):
-    return Store(**{"block_bytes": BLOCK, "file_bytes": 4 * BLOCK, **settings})
+    return CheckpointStore(**{"block_bytes": BLOCK, "file_bytes": 4 * BLOCK, **settings})
 
 
 def no_space():

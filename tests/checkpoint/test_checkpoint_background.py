@@ -11,7 +11,7 @@ from checkpoint_runs import BLOCK, assert_same, small_store
 
 from penstock import CheckpointError, PenstockWarning, TransferError
 from penstock.checkpoint import Checkpointer, Saving, directory
-from penstock.checkpoint.background import Source
+from penstock.checkpoint.background import TensorSnapshot
 from penstock.checkpoint.fresh import Fresh
 from penstock.core.units import MIB
 from penstock.io.threads import ThreadEngine
@@ -198,7 +198,7 @@ def test_while_a_piece_is_copied_the_thread_that_writes_goes_on(disk_path, monke
     weights, optimizer, state = trained()
     before = snapshot(state)
     reads, copying = threading.Event(), threading.Event()
-    copied = Source.copied
+    copied = TensorSnapshot.copied
 
     def slow(self, piece, memory):
         copying.set()
@@ -212,7 +212,7 @@ def test_while_a_piece_is_copied_the_thread_that_writes_goes_on(disk_path, monke
 
     gate = GatedSyscalls()
     asked = Saving.reads
-    monkeypatch.setattr(Source, "copied", slow)
+    monkeypatch.setattr(TensorSnapshot, "copied", slow)
     monkeypatch.setattr(Saving, "reads", noted)
     try:
         with stored(disk_path, gate) as ours:

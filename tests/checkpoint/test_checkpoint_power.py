@@ -12,7 +12,7 @@ from power_checkpoints import KINDS, Named, Run, Waits, each_loss, go_on, state,
 from penstock import TransferError
 from penstock.checkpoint import Checkpointer
 from penstock.io.threads import ThreadEngine
-from penstock.testing.power import LOST, Disk
+from penstock.testing.power import LOST, PowerLossDisk
 from penstock.testing.power_calls import recording
 from power_runs import Chance, examples, renaming
 
@@ -25,7 +25,7 @@ BY_CHANCE = [
 def trained(settings, disk_path):
     """A disk on which a run has saved as it trained, and the run."""
     with Chance(None, disk_path).folder_for() as path:
-        disk = Disk(path)
+        disk = PowerLossDisk(path)
         with recording(disk):
             run = Run(disk, **settings)
             train(run)
@@ -92,7 +92,7 @@ def test_one_name_has_the_old_one_or_the_new_after_a_kill_and_a_loss_of_power(
     engine = ThreadEngine(1)
     monkeypatch.setattr("penstock.checkpoint.streams._shared_engine", lambda: engine)
     with Chance(None, disk_path).folder_for() as path:
-        disk = Disk(path)
+        disk = PowerLossDisk(path)
         with recording(disk):
             run = Named(disk, with_dcp)
             for seed in (2, 4):
@@ -136,7 +136,7 @@ def test_what_a_failed_sync_has_left_in_doubt_is_not_relied_on(kind, disk_path, 
     def saved_with_a_failure(at):
         """With one wait that fails; how many there were."""
         with Chance(None, disk_path).folder_for() as path, monkeypatch.context() as patch:
-            disk, waits = Disk(path), Waits(patch, at)
+            disk, waits = PowerLossDisk(path), Waits(patch, at)
             with recording(disk):
                 with contextlib.suppress(TransferError):
                     Run(disk, **settings).ours.close()
@@ -172,7 +172,7 @@ def test_what_a_killed_process_has_renamed_has_that_name_before_anything_else_ch
 ):
     settings = KINDS[kind]
     with Chance(None, disk_path).folder_for() as path:
-        disk = Disk(path)
+        disk = PowerLossDisk(path)
         with recording(disk):
             run = Run(disk, **settings)
             for step, seed in [(1, 1), (2, 2), (2, 3)]:
@@ -189,7 +189,7 @@ def test_what_a_killed_process_has_renamed_has_that_name_before_anything_else_ch
 
 def test_what_a_killed_process_has_swapped_stays_until_the_swap_is_on_the_device(disk_path):
     with Chance(None, disk_path).folder_for() as path:
-        disk = Disk(path)
+        disk = PowerLossDisk(path)
         with recording(disk):
             run = Named(disk, with_dcp=False)
             for seed in (2, 4):
@@ -207,7 +207,7 @@ def test_what_a_killed_process_has_swapped_stays_until_the_swap_is_on_the_device
 def test_the_directory_that_was_made_for_checkpoints_is_there(disk_path):
     """Also if it was made by a process that was killed; or else no checkpoint in it is."""
     with Chance(None, disk_path).folder_for() as path:
-        disk = Disk(path)
+        disk = PowerLossDisk(path)
         with recording(disk):
             first = Run(disk, keep=1)
         for at in range(disk.now + 1):
@@ -225,7 +225,7 @@ def test_after_a_wait_that_failed_the_old_one_is_there_until_another_is(disk_pat
 
     def saved(failing):
         with Chance(None, disk_path).folder_for() as path, monkeypatch.context() as patch:
-            disk, waits = Disk(path), Waits(patch)
+            disk, waits = PowerLossDisk(path), Waits(patch)
             with recording(disk):
                 run = Named(disk, with_dcp=False)
                 run.save(2)
@@ -246,7 +246,7 @@ def test_after_a_wait_that_failed_the_old_one_is_there_until_another_is(disk_pat
 @pytest.mark.parametrize("kind", ["one", "new"])
 def test_nothing_that_was_removed_comes_back_in_part(kind, disk_path):
     with Chance(None, disk_path).folder_for() as path:
-        disk = Disk(path)
+        disk = PowerLossDisk(path)
         with recording(disk):
             run = Run(disk, **KINDS[kind])
             run.save(1, 1)
@@ -275,7 +275,7 @@ def test_files_that_were_copied_there_and_are_linked_are_waited_for(disk_path):
     """By a program that did not wait for them."""
     store().save(disk_path / "elsewhere", state(1))
     with Chance(None, disk_path).folder_for() as path:
-        disk = Disk(path)
+        disk = PowerLossDisk(path)
         with recording(disk):
             os.mkdir(path / "base")
             for name in os.listdir(disk_path / "elsewhere"):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from penstock import ConfigError, NoSpaceError, checkpoint
 from penstock.checkpoint import Checkpointer
 from penstock.checkpoint.disk import Disk
-from penstock.checkpoint.reading import Opened
-from penstock.checkpoint.room import Room
+from penstock.checkpoint.reading import OpenCheckpoint
+from penstock.checkpoint.room import SaveBuffers
 from penstock.checkpoint.spare import SPARE
 from penstock.cli import main
 from penstock.core.units import MIB
@@ -62,7 +62,7 @@ def test_whoever_has_a_file_open_or_mapped_keeps_what_is_in_it(disk_path):
         before = {name: (step(disk_path, 1) / name).read_bytes() for name in names}
         with open(step(disk_path, 1) / names[0], "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        opened = Opened(str(step(disk_path, 1)))
+        opened = OpenCheckpoint(str(step(disk_path, 1)))
         number = next(i for i, each in enumerate(opened.manifest.files) if each.name == names[1])
         held = opened.file(number)
         os.link(step(disk_path, 1) / names[2], disk_path / "linked")
@@ -131,7 +131,7 @@ def test_whatever_the_states_sizes_each_that_stays_is_what_was_saved(tmp_path_fa
                 assert_same(ours.load(step=each.step), state(each.step, saves[each.step][0]))
                 assert set(os.listdir(each.path)) == {
                     "manifest.json",
-                    *(file.name for file in Opened(each.path).manifest.files),
+                    *(file.name for file in OpenCheckpoint(each.path).manifest.files),
                 }
         for file, content in readers:
             assert os.pread(file.fileno(), 10**6, 0) == content
@@ -244,8 +244,10 @@ def test_a_file_that_is_open_elsewhere_is_not_alone(disk_path):
 
 
 def test_what_a_save_in_the_background_takes_is_one_figure():
-    room = Room.within(64 * MIB, 2 * MIB)
+    room = SaveBuffers.within(64 * MIB, 2 * MIB)
     assert (room.buffers_bytes, room.copies_bytes) == (16 * MIB, 42 * MIB)
-    assert Room.within(12 * MIB, 2 * MIB) == Room(buffers_bytes=6 * MIB, copies_bytes=0)
+    assert SaveBuffers.within(12 * MIB, 2 * MIB) == SaveBuffers(
+        buffers_bytes=6 * MIB, copies_bytes=0
+    )
     with pytest.raises(ConfigError, match=r"takes 12\.00 MiB at least"):
-        Room.within(11 * MIB, 2 * MIB)
+        SaveBuffers.within(11 * MIB, 2 * MIB)

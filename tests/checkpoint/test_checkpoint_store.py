@@ -27,7 +27,7 @@ from penstock.checkpoint.disk import Directory, Disk, lock
 from penstock.checkpoint.dtypes import DTYPES
 from penstock.core.units import MIB
 from penstock.io.arena import Arena
-from penstock.io.supply import Supply
+from penstock.io.supply import Prefault
 
 STORE = small_store()
 
@@ -576,12 +576,12 @@ def test_where_there_is_no_memory_for_another_block_it_is_said(disk_path, monkey
 def test_new_memory_is_asked_for_ahead_and_no_more_than_is_taken(disk_path, monkeypatch):
     asked = []
 
-    class Noted(Supply):
+    class Noted(Prefault):
         def __init__(self, pages):
             asked.extend(pages)
             super().__init__(pages)
 
-    monkeypatch.setattr(store, "Supply", Noted)
+    monkeypatch.setattr(store, "Prefault", Noted)
     sizes = {"large": 65 * MIB, "next": 40 * MIB, "third": 30 * MIB, "small": 1000}
     old = {name: torch.full((size,), 7, dtype=torch.uint8) for name, size in sizes.items()}
     checkpoint.save(disk_path / "a", old)

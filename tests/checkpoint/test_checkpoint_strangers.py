@@ -9,7 +9,7 @@ import torch
 
 from penstock import checkpoint
 from penstock.checkpoint import Checkpointer, packing, prepared
-from penstock.checkpoint.store import Store
+from penstock.checkpoint.store import CheckpointStore
 from penstock.core.errors import CheckpointError, PenstockWarning
 
 
@@ -50,7 +50,7 @@ def test_a_save_to_the_same_name_is_refused_before_anything_is_written(name, dis
 def test_a_file_that_comes_during_the_save_stops_it(disk_path):
     checkpoint.save(disk_path / "c", state(1.0))
 
-    class Late(type(Store().disk)):
+    class Late(type(CheckpointStore().disk)):
         """Puts a file there at the last moment at which that can be done."""
 
         def exchange(self, parent, name, other):
@@ -59,7 +59,7 @@ def test_a_file_that_comes_during_the_save_stops_it(disk_path):
             return super().exchange(parent, name, other)
 
     with pytest.raises(CheckpointError, match=r"late\.txt"):
-        Store(disk=Late()).save(disk_path / "c", state(2.0))
+        CheckpointStore(disk=Late()).save(disk_path / "c", state(2.0))
     assert (disk_path / "c" / "late.txt").read_text() == "mine"
     assert checkpoint.load(disk_path / "c")["x"][0, 0] == 1.0
     assert os.listdir(disk_path) == ["c"]

@@ -184,13 +184,13 @@ def test_work_is_never_less_than_none():
         found = transfer_work.affine(taken, (10, 20))
         assert found.transfer_s >= 0
         assert found.per_byte_s >= 0
-    assert transfer_work.affine((-1.0, 1.0), (10, 20)) == transfer_work.Work(0.0, 0.05)
-    assert transfer_work.affine((3.0, 2.0), (10, 20)) == transfer_work.Work(3.0, 0.0)
+    assert transfer_work.affine((-1.0, 1.0), (10, 20)) == transfer_work.TransferWork(0.0, 0.05)
+    assert transfer_work.affine((3.0, 2.0), (10, 20)) == transfer_work.TransferWork(3.0, 0.0)
 
 
 def test_what_a_stack_moves_is_counted(disk_path):
     """Backward may take back a write that has not begun, so that not all that is saved moves."""
-    stack = transfer_work.Stack(MIB, 8)
+    stack = transfer_work.LayerStack(MIB, 8)
     moved = []
 
     def counted(session):

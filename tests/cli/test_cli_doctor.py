@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.cli import checks, main, system
-from penstock.cli.checks import Check, Verdict
+from penstock.cli.checks import CheckStatus, DoctorCheck
 from penstock.core import fs, knobs
 from penstock.core.fs import FileSystem
 from penstock.io.cufile import Availability
@@ -52,7 +52,9 @@ def test_a_directory_that_cannot_be_used_fails_and_the_others_go_on(disk_path, c
     ],
 )
 def test_only_a_failure_is_one(monkeypatch, capsys, verdicts, code, conclusion):
-    found = [Check(f"[{word}]", Verdict(word), "value", "do this") for word in verdicts.split()]
+    found = [
+        DoctorCheck(f"[{word}]", CheckStatus(word), "value", "do this") for word in verdicts.split()
+    ]
     monkeypatch.setattr("penstock.cli.doctor.all_checks", lambda directories: found)
     assert main(["doctor"]) == code
     out = capsys.readouterr().out
@@ -63,7 +65,7 @@ def test_only_a_failure_is_one(monkeypatch, capsys, verdicts, code, conclusion):
 
 def test_python_and_torch_that_are_too_old(monkeypatch):
     monkeypatch.setattr(checks, "LEAST_PYTHON", (9, 0))
-    assert checks.python().verdict is Verdict.FAIL
+    assert checks.python().verdict is CheckStatus.FAIL
     for version, verdict in (
         ("2.7.1", "fail"),
         ("2.8.0", "ok"),
@@ -79,9 +81,9 @@ def test_python_and_torch_that_are_too_old(monkeypatch):
         raise OSError("libtorch.so: cannot open shared object file")
 
     monkeypatch.setattr(checks.importlib, "import_module", broken)
-    assert checks.torch().verdict is Verdict.FAIL
+    assert checks.torch().verdict is CheckStatus.FAIL
     assert "libtorch.so" in checks.torch().value
-    assert checks.cuda().verdict is Verdict.WARN
+    assert checks.cuda().verdict is CheckStatus.WARN
 
 
 def fake_torch(devices, built="12.8"):
@@ -115,11 +117,11 @@ def test_cuda(monkeypatch, torch, driver, verdict, words):
 
 def test_gpu_direct_matters_only_with_a_gpu(monkeypatch):
     monkeypatch.setattr(system, "nvidia_driver", lambda: None)
-    assert checks.gpu_direct(lambda: Availability(False, "no")).verdict is Verdict.OK
+    assert checks.gpu_direct(lambda: Availability(False, "no")).verdict is CheckStatus.OK
     monkeypatch.setattr(system, "nvidia_driver", lambda: "570.1")
     assert checks.gpu_direct(lambda: Availability(False, "why")).value == "why"
-    assert checks.gpu_direct(lambda: Availability(False, "why")).verdict is Verdict.WARN
-    assert checks.gpu_direct(lambda: Availability(True, "how")).verdict is Verdict.OK
+    assert checks.gpu_direct(lambda: Availability(False, "why")).verdict is CheckStatus.WARN
+    assert checks.gpu_direct(lambda: Availability(True, "how")).verdict is CheckStatus.OK
 
 
 def test_every_variable_of_ours_is_told_with_its_value_and_where_that_is_from(monkeypatch):
@@ -127,7 +129,7 @@ def test_every_variable_of_ours_is_told_with_its_value_and_where_that_is_from(mo
         monkeypatch.delenv(name)
     monkeypatch.setenv("PENSTOCK_IO_PIECE", "8MiB")
     (check,) = checks.settings()
-    assert check.verdict is Verdict.OK
+    assert check.verdict is CheckStatus.OK
     lines = check.value.splitlines()
     assert [line.split(":")[0] for line in lines] == list(knobs.KNOBS)
     assert "PENSTOCK_IO_PIECE: 8.00 MiB (environment)" in lines
@@ -142,10 +144,10 @@ def test_each_variable_of_ours_that_makes_no_sense_fails_in_words(monkeypatch, n
     in_force, *wrong = checks.settings()
     assert name not in in_force.value
     found = {check.name: check for check in wrong}
-    assert found[name].verdict is Verdict.FAIL
+    assert found[name].verdict is CheckStatus.FAIL
     assert name in found[name].value
     assert "'-many'" in found[name].value
-    assert found["PENSTOCK_STRIPES"].verdict is Verdict.WARN
+    assert found["PENSTOCK_STRIPES"].verdict is CheckStatus.WARN
     assert "no such variable" in found["PENSTOCK_STRIPES"].value
 
 
@@ -162,7 +164,7 @@ def test_a_variable_that_makes_no_sense_stops_no_other_check(disk_path, monkeypa
 def test_huge_pages(tmp_path, monkeypatch):
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     setting = tmp_path / "enabled"
-    assert checks.huge_pages(setting).verdict is Verdict.WARN
+    assert checks.huge_pages(setting).verdict is CheckStatus.WARN
     cases = (
         ("always madvise [never]", "warn", "warn"),
         ("always [madvise] never", "ok", "warn"),
@@ -173,7 +175,7 @@ def test_huge_pages(tmp_path, monkeypatch):
         assert checks.huge_pages(setting).verdict == kernel
         assert checks.torch_pages(setting).verdict == tensors
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
-    assert checks.torch_pages(tmp_path / "none").verdict is Verdict.OK
+    assert checks.torch_pages(tmp_path / "none").verdict is CheckStatus.OK
 
 
 def test_pages_are_counted_in_the_mapping_that_is_meant(tmp_path):
@@ -222,18 +224,18 @@ def test_memory_tells_what_limits_it(monkeypatch):
     assert "a cgroup limits it to 1.00 GiB" in checks.memory().value
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 31, -1))
     assert "limited to 2.00 GiB" in checks.memory().value
-    assert checks.memory().verdict is Verdict.WARN
+    assert checks.memory().verdict is CheckStatus.WARN
 
 
 def test_memory_that_a_virtual_machine_returns_to_its_host(tmp_path, monkeypatch):
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
-    assert checks.freed_memory(tmp_path / "none").verdict is Verdict.OK
+    assert checks.freed_memory(tmp_path / "none").verdict is CheckStatus.OK
     features = tmp_path / "virtio0" / "features"
     features.parent.mkdir()
     features.write_text("0110000010\n")
-    assert checks.freed_memory(tmp_path).verdict is Verdict.OK
+    assert checks.freed_memory(tmp_path).verdict is CheckStatus.OK
     features.write_text("0110010010\n")
-    assert checks.freed_memory(tmp_path).verdict is Verdict.WARN
+    assert checks.freed_memory(tmp_path).verdict is CheckStatus.WARN
     for size, verdict in (("1048576", "warn"), ("4294967296", "ok"), ("much", "warn")):
         monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", size)
         assert checks.freed_memory(tmp_path).verdict == verdict
@@ -245,20 +247,20 @@ def test_disks(disk_path, monkeypatch):
         monkeypatch.setattr(checks, "free_space_bytes", lambda _, free=free: free)
         assert checks.free_space(path).verdict == verdict
     monkeypatch.setattr(checks, "SLOW_BYTES_PER_S", 10**15)
-    assert checks.quick_bandwidth(path).verdict is Verdict.WARN
+    assert checks.quick_bandwidth(path).verdict is CheckStatus.WARN
     monkeypatch.setenv("PENSTOCK_BUFFERED_IO", "1")
-    assert checks.direct_io(path).verdict is Verdict.WARN
+    assert checks.direct_io(path).verdict is CheckStatus.WARN
     assert "PENSTOCK_BUFFERED_IO" in checks.direct_io(path).advice
     monkeypatch.setattr(fs, "filesystem_of", lambda _: FileSystem("tmpfs", True))
     (refused,) = checks.disk(path)
-    assert refused.verdict is Verdict.FAIL
+    assert refused.verdict is CheckStatus.FAIL
     assert "tmpfs" in refused.value
 
 
 def test_a_disk_too_full_for_a_probe_fails_in_words(disk_path, monkeypatch):
     monkeypatch.setattr(checks, "_PROBE_BYTES", 1 << 50)
     check = checks.quick_bandwidth(str(disk_path))
-    assert check.verdict is Verdict.FAIL
+    assert check.verdict is CheckStatus.FAIL
     assert "lower its capacity" in check.value
 
 
@@ -291,7 +293,7 @@ def two_sockets(tmp_path, monkeypatch):
 
 def test_numa_nodes_of_gpus_are_told(two_sockets):
     found = checks.numa_nodes(two_sockets, lambda: frozenset({0, 1}))
-    assert found.verdict is Verdict.OK
+    assert found.verdict is CheckStatus.OK
     assert found.value == (
         "2 nodes; GPU 0 (0000:3b:00.0): node 0; GPU 1 (0000:d8:00.0): node 1;"
         " GPU 2 (0000:01:00.0): node unknown"
@@ -300,10 +302,10 @@ def test_numa_nodes_of_gpus_are_told(two_sockets):
 
 def test_a_node_that_this_process_may_not_use_is_warned_of(two_sockets):
     found = checks.numa_nodes(two_sockets, lambda: frozenset({0}))
-    assert found.verdict is Verdict.WARN
+    assert found.verdict is CheckStatus.WARN
     assert "may not use the memory of GPU 1's node" in found.value
     assert "cpuset.mems" in found.advice
-    assert checks.numa_nodes(two_sockets, lambda: None).verdict is Verdict.OK
+    assert checks.numa_nodes(two_sockets, lambda: None).verdict is CheckStatus.OK
 
 
 def test_on_one_node_all_memory_is_as_near(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.data.ring import Ring
+from penstock.data.ring import ByteRing
 from penstock.io.mapping import HUGE_PAGE_BYTES
 
 CAPACITY = 1 << 16
@@ -13,7 +13,7 @@ CAPACITY = 1 << 16
 class RingMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.ring = Ring(CAPACITY)
+        self.ring = ByteRing(CAPACITY)
         self.live = []  # (taken, [(start, stop)]), oldest first
         self.lent = []  # (taken, span, array, what is in it)
 
@@ -87,7 +87,7 @@ TestRing = RingMachine.TestCase
 
 
 def test_what_is_not_needed_any_more_is_given_back():
-    ring = Ring(4 * HUGE_PAGE_BYTES)
+    ring = ByteRing(4 * HUGE_PAGE_BYTES)
     _, first = ring.take(np.array([3 * HUGE_PAGE_BYTES + 1]))
     assert ring.held_bytes == 4 * HUGE_PAGE_BYTES
     ring.limit_bytes = HUGE_PAGE_BYTES

@@ -24,15 +24,15 @@ from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.direct_inbound import DirectInbound, DirectRead
 from penstock.runtime.cuda.direct_outbound import DirectOutbound, Leaving
 from penstock.runtime.cuda.inbound import Inbound
-from penstock.runtime.cuda.lanes import Lane
+from penstock.runtime.cuda.lanes import CopyLane
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.cuda.tickets import Fill
 from penstock.runtime.encoding.jobs import WriteJob
-from penstock.runtime.encoding.scratch import Slots
-from penstock.runtime.encoding.worker import Worker
-from penstock.staging import Staging, Step
-from penstock.testing.order import Order, Span
+from penstock.runtime.encoding.scratch import ScratchSlots
+from penstock.runtime.encoding.worker import CodecWorker
+from penstock.staging import CopyStep, Staging
+from penstock.testing.order import AccessOrder, Span
 from penstock.tier.base import Tier
 
 try:
@@ -40,10 +40,10 @@ try:
 except ImportError:  # on a GPU, whose order is observed: it serves all threads alike
     emulator = None
 
-_order: Order | None = None
+_order: AccessOrder | None = None
 
 
-def use(order: Order | None) -> None:
+def use(order: AccessOrder | None) -> None:
     """From now on tell ``order``."""
     global _order  # noqa: PLW0603
     _order = order
@@ -159,12 +159,12 @@ def transfers() -> None:
 
 def lanes() -> None:
     """A lane's thread knows what the submitter of a copy knew; it lets go of what it has held."""
-    _around(Lane, "submit", lambda order, _, copy: order.hand_over(_key(copy)))
-    _around(Lane, "_see_end", lambda order, _, copy: order.take_over(_key(copy)), _let_go)
-    _around(Lane, "_issue", lambda order, _, copy: order.take_over(_key(copy)))
+    _around(CopyLane, "submit", lambda order, _, copy: order.hand_over(_key(copy)))
+    _around(CopyLane, "_see_end", lambda order, _, copy: order.take_over(_key(copy)), _let_go)
+    _around(CopyLane, "_issue", lambda order, _, copy: order.take_over(_key(copy)))
 
 
-def _let_go(order: Order, _: object, __: Lane, copy: Any) -> None:
+def _let_go(order: AccessOrder, _: object, __: CopyLane, copy: Any) -> None:
     order.forget(_key(copy))
     if copy.storage is not None and copy.end is not None:
         order.released(copy.storage.data_ptr())
@@ -184,7 +184,7 @@ def fills() -> None:
     _around(Fill, "precede", None, lambda order, _, fill, *__: _landed(order, fill))
 
 
-def _landed(order: Order, fill: Any) -> None:
+def _landed(order: AccessOrder, fill: Any) -> None:
     if fill.landed:
         order.take_over(_key(fill))
 
@@ -227,11 +227,11 @@ def arenas() -> None:
     _around(Arena, "_free_block", _given_back)
 
 
-def _is_lent(_: Order, block: Block, skew: int, __: int) -> None:
+def _is_lent(_: AccessOrder, block: Block, skew: int, __: int) -> None:
     _lent[block.address] = block.address + skew
 
 
-def _given_back(order: Order, _: object, block: Block, __: object) -> None:
+def _given_back(order: AccessOrder, _: object, block: Block, __: object) -> None:
     start = _lent.pop(block.address, None)
     if start is not None:
         order.take_over(("lent", start))
@@ -252,16 +252,16 @@ def encoding() -> None:
     Whoever lets go of a source knows what they knew who ended its pieces.
     """
     for name in ("submit", "_arrived"):
-        _around(Worker, name, lambda order, _, job, *__: order.hand_over(_key(job)))
+        _around(CodecWorker, name, lambda order, _, job, *__: order.hand_over(_key(job)))
     for name in ("_encode", "_read", "_decode"):
-        _around(Worker, name, lambda order, _, job, *__: order.take_over(_key(job)))
-    _around(Worker, "_ended", lambda order, _, job, *__: order.hand_over(_key(job)))
+        _around(CodecWorker, name, lambda order, _, job, *__: order.take_over(_key(job)))
+    _around(CodecWorker, "_ended", lambda order, _, job, *__: order.hand_over(_key(job)))
     _around(WriteJob, "let_go", _let_go_of_source)
-    _around(Slots, "release", lambda order, self, _: order.hand_over(_key(self)))
-    _around(Slots, "take", None, lambda order, _, self, **__: order.take_over(_key(self)))
+    _around(ScratchSlots, "release", lambda order, self, _: order.hand_over(_key(self)))
+    _around(ScratchSlots, "take", None, lambda order, _, self, **__: order.take_over(_key(self)))
 
 
-def _let_go_of_source(order: Order, job: WriteJob) -> None:
+def _let_go_of_source(order: AccessOrder, job: WriteJob) -> None:
     order.take_over(_key(job))
     order.forget(_key(job))
     if job._storage is not None:
@@ -354,7 +354,7 @@ def direct() -> None:
     )
 
 
-def _over(order: Order, moved: Leaving | DirectRead) -> None:
+def _over(order: AccessOrder, moved: Leaving | DirectRead) -> None:
     target = getattr(moved, "target", None)
     storage = getattr(moved, "storage", None) if target is None else target.storage
     if storage is not None:
@@ -366,7 +366,7 @@ def gradients() -> None:
     _around(gradients_module, "_was_written", _counted)
 
 
-def _counted(order: Order, _: object, __: object, tickets: list[Any], ___: object) -> None:
+def _counted(order: AccessOrder, _: object, __: object, tickets: list[Any], ___: object) -> None:
     order.hand_over(_key(tickets))
     order.take_over(_key(tickets))
 
@@ -380,7 +380,7 @@ def pieces() -> None:
         setattr(Staging, name, _telling(getattr(Staging, name), writes))
 
 
-def _judged(order: Order, _: object, mine: Any, *__: object) -> None:
+def _judged(order: AccessOrder, _: object, mine: Any, *__: object) -> None:
     for piece in mine._pieces:
         order.host_allocated(piece.data_ptr(), piece.nbytes)
 
@@ -397,7 +397,7 @@ def _telling(move: Callable[..., None], writes: bool) -> Callable[..., None]:
     return wrapper
 
 
-def _on_host(step: Step, writes: bool, piece: Any) -> None:
+def _on_host(step: CopyStep, writes: bool, piece: Any) -> None:
     if _order is not None:
         _order.accessed((piece.data_ptr(), piece.nbytes, False), writes=writes, what="the host")
     step.on_host(piece)

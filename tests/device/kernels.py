@@ -22,7 +22,7 @@ import emulator
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from penstock.testing.order import Order, Span, stream_here
+from penstock.testing.order import AccessOrder, Span, stream_here
 
 aten = torch.ops.aten
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -49,7 +49,7 @@ COMPOSITE = ("convolution", "convolution_backward", "copy_")
 
 failures: list[BaseException] = []
 """Of kernels, in the device's thread."""
-_order: Order | None = None
+_order: AccessOrder | None = None
 _numbers = itertools.count(1)
 _waiting: dict[int, Callable[[], None]] = {}
 _captured: set[int] = set()
@@ -57,7 +57,7 @@ _seeding = threading.Lock()
 _library: torch.library.Library | None = None
 
 
-def use(order: Order | None) -> None:
+def use(order: AccessOrder | None) -> None:
     """From now on tell ``order`` what is read and written."""
     global _order  # noqa: PLW0603
     _order = order

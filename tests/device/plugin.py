@@ -19,7 +19,7 @@ import kernels
 import pytest
 import torch
 
-from penstock.testing.order import Order, watch
+from penstock.testing.order import AccessOrder, watch
 
 SCHEDULE = emulator.Schedule[os.environ.get("EMU_SCHEDULE", "lazy").upper()]
 SEED = int(os.environ.get("EMU_SEED", "0"))
@@ -49,10 +49,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 @contextlib.contextmanager
-def judged() -> Iterator[Order]:
+def judged() -> Iterator[AccessOrder]:
     """All that is done is judged."""
     emulator.set_schedule(SCHEDULE, SEED)
-    order = Order(emulator.recorded_by_allocator)
+    order = AccessOrder(emulator.recorded_by_allocator)
     for each in (watch, kernels.use, handovers.use):
         each(order)
     try:
@@ -62,7 +62,7 @@ def judged() -> Iterator[Order]:
             each(None)
 
 
-def faults(order: Order) -> list[str]:
+def faults(order: AccessOrder) -> list[str]:
     """What went wrong so far; waits for the device."""
     for device in range(torch.cuda.device_count()):
         torch.cuda.synchronize(device)
@@ -80,7 +80,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-ORDER = pytest.StashKey[Order]()
+ORDER = pytest.StashKey[AccessOrder]()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.testing.gpu import contract, processes
-from penstock.testing.gpu.fact import Outcome, judge
+from penstock.testing.gpu.fact import FactOutcome, judge
 
 pytestmark = pytest.mark.gpu
 HERE = [each for each in contract.FACTS if not each.fresh and each.devices == 1]
@@ -19,7 +19,7 @@ def named(facts):
 @pytest.mark.parametrize("one", named(HERE))
 def test_a_fact_holds(one):
     finding = judge(one)
-    assert finding.outcome is Outcome.HOLDS, finding.found
+    assert finding.outcome is FactOutcome.HOLDS, finding.found
 
 
 @pytest.mark.parametrize("one", named(ELSEWHERE))
@@ -34,7 +34,7 @@ def test_a_fact_of_a_new_process_or_two_devices_holds(one, tmp_path):
     )
     assert ended.well, ended.said
     (finding,) = (each["finding"] for each in ended.records if "finding" in each)
-    assert finding["outcome"] == Outcome.HOLDS, finding["found"]
+    assert finding["outcome"] == FactOutcome.HOLDS, finding["found"]
 
 
 def test_a_belief_that_is_wrong_is_found_out():
@@ -46,5 +46,5 @@ def test_a_belief_that_is_wrong_is_found_out():
         finding = judge(fact)
     finally:
         torch.cuda.Event.synchronize = synchronize
-    assert finding.outcome is Outcome.DIFFERS
+    assert finding.outcome is FactOutcome.DIFFERS
     assert "bytes were not there yet" in finding.found

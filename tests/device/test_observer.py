@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.testing.gpu.observer import observed
-from penstock.testing.order import Order
+from penstock.testing.order import AccessOrder
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 def order():
     """In place of the one that judges all tests here, which the kernels themselves tell."""
     kernels.use(None)
-    return Order()
+    return AccessOrder()
 
 
 def fill_and_copy(*, waits):

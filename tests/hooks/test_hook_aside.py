@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import graph
 
-from penstock.hooks.aside import StepAside
+from penstock.hooks.aside import FunctorchGuard
 
 
 class Hooks:
@@ -12,7 +12,7 @@ class Hooks:
 
     def __init__(self):
         self.packed = 0
-        self.aside = StepAside(self.pack, self.unpack)
+        self.aside = FunctorchGuard(self.pack, self.unpack)
 
     def pack(self, tensor):
         self.packed += 1
@@ -94,7 +94,7 @@ def test_a_thread_without_hooks_is_left_alone(hooks):
 
 def test_detach_is_idempotent_and_restores():
     original = graph.disable_saved_tensors_hooks
-    aside = StepAside(lambda t: t, lambda t: t)
+    aside = FunctorchGuard(lambda t: t, lambda t: t)
     aside.attach()
     aside.detach()
     aside.detach()

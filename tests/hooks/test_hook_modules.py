@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.hooks.modules import OUTSIDE, ModuleTracker, Place
+from penstock.hooks.modules import OUTSIDE, ModuleTracker, SavingPlace
 
 
 class Probe(nn.Module):
@@ -37,7 +37,7 @@ def test_a_registered_module_has_the_path_that_its_owner_would_print(tracking):
     tracker.register(model)
     model(torch.ones(1))
     model[1](torch.ones(1))
-    assert seen == [Place("Sequential.1.0", "Probe")] * 2
+    assert seen == [SavingPlace("Sequential.1.0", "Probe")] * 2
     assert roots == [model]
     assert tracker.here == OUTSIDE
 
@@ -60,7 +60,7 @@ def test_a_module_made_later_is_named_under_the_one_that_runs_it(tracking):
 
     model = nn.Sequential(Maker())
     model(torch.ones(1))
-    assert seen == [Place("Sequential.0.<Probe>", "Probe")]
+    assert seen == [SavingPlace("Sequential.0.<Probe>", "Probe")]
     assert roots == [model]
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from offload_runs import assert_nothing_held, same_bits, wait_for_writes
-from penstock.hooks.handles import CopiedOut, Foreign, Kept, Moved, Small
+from penstock.hooks.handles import CopiedHandle, ForeignHandle, KeptHandle, MovedHandle, SmallHandle
 from penstock.hooks.saved_tensors import COMPACT_SHARE, TINY_BYTES
 from penstock.runtime.traffic import SAVED, SMALL
 
@@ -25,12 +25,12 @@ def kind_of(session, tensor):
 
 def test_sizes_decide_between_kept_small_and_moved(session):
     for nbytes, kind in (
-        (4, Kept),
-        (TINY_BYTES, Kept),
-        (TINY_BYTES + 4, Small),
-        (FLOOR - 4, Small),
-        (FLOOR, Moved),
-        (16 * FLOOR, Moved),
+        (4, KeptHandle),
+        (TINY_BYTES, KeptHandle),
+        (TINY_BYTES + 4, SmallHandle),
+        (FLOOR - 4, SmallHandle),
+        (FLOOR, MovedHandle),
+        (16 * FLOOR, MovedHandle),
     ):
         assert kind_of(session, torch.empty(nbytes // 4)) is kind, nbytes
 
@@ -38,23 +38,23 @@ def test_sizes_decide_between_kept_small_and_moved(session):
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (lambda: nn.Parameter(torch.ones(LARGE)), Kept),
-        (lambda: torch.ones(LARGE, requires_grad=True)[5:], Kept),
-        (lambda: torch.ones(LARGE)[:0], Kept),
-        (lambda: torch.ones(LARGE, device="meta"), Kept),
-        (lambda: torch.ones(64, 64).to_sparse(), Foreign),
-        (lambda: torch.ones(LARGE, dtype=torch.complex64).conj(), Foreign),
-        (lambda: torch.ones(LARGE, dtype=torch.complex64).conj().imag, Foreign),
-        (lambda: torch.ones(LARGE, dtype=torch.complex64), Moved),
-        (lambda: torch.ones(LARGE, requires_grad=True) * 2, Moved),
-        (lambda: torch.ones(TINY_BYTES // 4, requires_grad=True) * 2, Kept),
-        (lambda: torch.ones(LARGE, dtype=torch.bool).repeat(4), Moved),
-        (lambda: torch.ones(2 * LARGE, dtype=torch.bfloat16), Moved),
-        (lambda: torch.arange(LARGE), Moved),
-        (lambda: torch.ones(LARGE).view(64, 64).t(), Moved),
-        (lambda: torch.ones(LARGE, 1).expand(LARGE, 7), Moved),
-        (lambda: torch.ones(3 * LARGE).view(-1, 3)[:, 1], Moved),
-        (lambda: torch.ones(()).expand(LARGE), Kept),
+        (lambda: nn.Parameter(torch.ones(LARGE)), KeptHandle),
+        (lambda: torch.ones(LARGE, requires_grad=True)[5:], KeptHandle),
+        (lambda: torch.ones(LARGE)[:0], KeptHandle),
+        (lambda: torch.ones(LARGE, device="meta"), KeptHandle),
+        (lambda: torch.ones(64, 64).to_sparse(), ForeignHandle),
+        (lambda: torch.ones(LARGE, dtype=torch.complex64).conj(), ForeignHandle),
+        (lambda: torch.ones(LARGE, dtype=torch.complex64).conj().imag, ForeignHandle),
+        (lambda: torch.ones(LARGE, dtype=torch.complex64), MovedHandle),
+        (lambda: torch.ones(LARGE, requires_grad=True) * 2, MovedHandle),
+        (lambda: torch.ones(TINY_BYTES // 4, requires_grad=True) * 2, KeptHandle),
+        (lambda: torch.ones(LARGE, dtype=torch.bool).repeat(4), MovedHandle),
+        (lambda: torch.ones(2 * LARGE, dtype=torch.bfloat16), MovedHandle),
+        (lambda: torch.arange(LARGE), MovedHandle),
+        (lambda: torch.ones(LARGE).view(64, 64).t(), MovedHandle),
+        (lambda: torch.ones(LARGE, 1).expand(LARGE, 7), MovedHandle),
+        (lambda: torch.ones(3 * LARGE).view(-1, 3)[:, 1], MovedHandle),
+        (lambda: torch.ones(()).expand(LARGE), KeptHandle),
     ],
 )
 def test_kinds_decide_too(session, make, kind):
@@ -72,7 +72,7 @@ def test_kinds_decide_too(session, make, kind):
 
 def test_what_is_kept_is_not_charged(session):
     packed = session.hooks.pack(torch.ones(LARGE, requires_grad=True))
-    assert isinstance(packed, Kept)
+    assert isinstance(packed, KeptHandle)
     assert session.budget.used_bytes == 0
 
 
@@ -141,7 +141,7 @@ def test_a_view_of_less_than_its_share_is_copied_out(session):
     for count, copied in ((LARGE, False), (LARGE - 1, True)):
         packed = session.hooks.pack(base[:count])
         session.hooks.operators_returned()
-        assert (type(packed) is CopiedOut) is copied
+        assert (type(packed) is CopiedHandle) is copied
         moved = packed.copy if copied else packed
         assert (moved.saved.nbytes < base.nbytes) is copied
 
@@ -149,6 +149,6 @@ def test_a_view_of_less_than_its_share_is_copied_out(session):
 def test_an_inactive_session_lets_everything_pass(session):
     session.hooks.active = False
     packed = session.hooks.pack(torch.ones(LARGE))
-    assert isinstance(packed, Foreign)
+    assert isinstance(packed, ForeignHandle)
     assert session.budget.used_by(SAVED) == 0
     assert same_bits(session.hooks.unpack(packed), torch.ones(LARGE))

@@ -17,7 +17,7 @@ import pytest
 
 from penstock.core.errors import ConfigError, TransferError
 from penstock.io import aio, context, files, jobs
-from penstock.io.aio import AioEngine, Ring, default_engine
+from penstock.io.aio import AioEngine, KernelQueue, default_engine
 from penstock.io.threads import ThreadEngine
 from penstock.testing.engines import PATIENCE_S, PIECE_BYTES, EngineTests, aligned, move
 from penstock.testing.faults import GatedSyscalls
@@ -179,7 +179,7 @@ class LandsInPairs(SyscallRing):
 def test_the_kernel_may_take_less_than_all(file):
     """And refuse for a while: what it refused is asked for again."""
 
-    class Reluctant(Ring):
+    class Reluctant(KernelQueue):
         refusals = 5
 
         def submit(self, flights):
@@ -198,7 +198,7 @@ def test_the_kernel_may_take_less_than_all(file):
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.EBADF])
 def test_refused_for_ever_is_an_error_in_the_end(file, monkeypatch, code):
-    class Refusing(Ring):
+    class Refusing(KernelQueue):
         def submit(self, flights):
             raise OSError(code, os.strerror(code))
 

@@ -11,7 +11,7 @@ from penstock.core.errors import ClosedError, ConfigError, ShortTransferError, T
 from penstock.io import batch as batches
 from penstock.io import files
 from penstock.io.aio import AioEngine
-from penstock.io.engine import Batch, Priority
+from penstock.io.engine import Priority, ReadBatch
 from penstock.io.threads import ThreadEngine
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
 from penstock.testing.moving import PATIENCE_S, aligned, move, run_in_fork
@@ -49,7 +49,7 @@ def content(tmp_path):
 
 def batch_of(file, pages, memory, *, least=None, files=None, which=None, **more):
     count = len(pages)
-    return Batch(
+    return ReadBatch(
         files=[file] if files is None else files,
         which=np.zeros(count, np.int64) if which is None else np.asarray(which),
         offset_bytes=np.asarray(pages, np.int64) * PAGE,

@@ -31,8 +31,8 @@ def test_pages_come_back_empty_and_no_larger(again, nbytes):
 
 def test_memory_in_several_mappings_is_held_as_one_if_all_of_it_is_open():
     mapping = Mapping(8 * MIB)
-    whole = memory.Pages(mapping.address, 8 * MIB)
-    middle = memory.Pages(mapping.address + 2 * MIB, 2 * MIB)
+    whole = memory.PageRange(mapping.address, 8 * MIB)
+    middle = memory.PageRange(mapping.address + 2 * MIB, 2 * MIB)
     memory.free_pages(middle)
     assert not memory.PrivateMemory().holds(whole)
     memory.unprotect(middle)

@@ -5,7 +5,7 @@ import pytest
 
 from penstock.io import files
 from penstock.io.engine import Request
-from penstock.io.spoiled import SpoiledEngine
+from penstock.io.spoiled import CorruptingEngine
 from penstock.io.threads import ThreadEngine
 from penstock.testing.engines import EngineTests
 
@@ -14,7 +14,9 @@ PATIENCE_S = 20
 
 class TestSpoiled(EngineTests):
     def make_engine(self, *, threads, piece_bytes, syscalls):
-        return SpoiledEngine(ThreadEngine(threads, piece_bytes, syscalls=syscalls), lambda *_: None)
+        return CorruptingEngine(
+            ThreadEngine(threads, piece_bytes, syscalls=syscalls), lambda *_: None
+        )
 
     def make_file(self, directory):
         with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +48,7 @@ def test_what_is_read_is_changed_and_what_is_written_is_not(file):
         seen.append((address, nbytes))
         memory[7] ^= 0xFF
 
-    engine = SpoiledEngine(ThreadEngine(1), spoil)
+    engine = CorruptingEngine(ThreadEngine(1), spoil)
     moved(engine, "write", file, memory).wait(PATIENCE_S)
     assert seen == []
     moved(engine, "read", file, memory).wait(PATIENCE_S)
@@ -60,7 +62,7 @@ def test_what_a_spoiler_raises_is_the_transfers_error(file):
         raise ValueError("no such word")
 
     memory = np.zeros(4096, np.uint8)
-    engine = SpoiledEngine(ThreadEngine(1), spoil)
+    engine = CorruptingEngine(ThreadEngine(1), spoil)
     moved(engine, "write", file, memory).wait(PATIENCE_S)
     with pytest.raises(ValueError, match="no such word"):
         moved(engine, "read", file, memory).wait(PATIENCE_S)

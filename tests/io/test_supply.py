@@ -11,7 +11,7 @@ from penstock.core.units import MIB
 from penstock.io import pages as memory
 from penstock.io import supply
 from penstock.io.mapping import Mapping
-from penstock.io.supply import Supply
+from penstock.io.supply import Prefault
 
 COUNTED = [100_000, 40 * MIB, 4096, 3 * MIB]
 
@@ -37,7 +37,7 @@ def lying_apart():
 def test_who_has_waited_finds_them_resident_and_unchanged(lying_apart, threads):
     first = (ctypes.c_ubyte * 10).from_address(lying_apart[1].address + 5)
     first[3] = 9
-    with Supply(lying_apart, threads=threads) as supplied:
+    with Prefault(lying_apart, threads=threads) as supplied:
         for number, each in enumerate(lying_apart):
             supplied.wait_for(number)
             assert resident_bytes(each) == each.nbytes
@@ -46,7 +46,7 @@ def test_who_has_waited_finds_them_resident_and_unchanged(lying_apart, threads):
 
 def test_what_is_closed_is_a_hint_in_vain(lying_apart):
     memory.protect(lying_apart[:1])
-    with Supply(lying_apart) as supplied:
+    with Prefault(lying_apart) as supplied:
         supplied.wait_for(0)
         supplied.wait_for(3)
     assert resident_bytes(lying_apart[0]) == 0
@@ -58,7 +58,7 @@ def test_without_a_thread_nobody_waits(lying_apart, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with Supply(lying_apart) as supplied:
+    with Prefault(lying_apart) as supplied:
         supplied.wait_for(3)
     assert resident_bytes(lying_apart[3]) == 0
 
@@ -72,7 +72,7 @@ def test_closed_it_asks_for_no_more(lying_apart, monkeypatch):
         go_on.wait()
 
     monkeypatch.setattr(supply, "populate", slow)
-    supplied = Supply(lying_apart, threads=1)
+    supplied = Prefault(lying_apart, threads=1)
     begun.wait()
     closing = threading.Thread(target=supplied.close)
     closing.start()

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from penstock.jobs.policy import BETWEEN, Limits, Phase, Turn, decide, virtual_start
-from penstock.jobs.policy import Entry as Seen
+from penstock.jobs.policy import BETWEEN, JobPhase, Limits, PolicyTurn, decide, virtual_start
+from penstock.jobs.policy import JobEntry as Seen
 
 TICK_S = 0.25
 
@@ -34,7 +34,7 @@ class World:
         self.idle_s = 0.0  # nobody computes
         self.jobs = {each.name: each for each in jobs}
         self.ticks_to_move = ticks_to_move
-        self.turn = Turn()
+        self.turn = PolicyTurn()
         self.decision = None
 
     @property
@@ -47,7 +47,7 @@ class World:
 
     @property
     def awake(self):
-        return {each.name for each in self.entries if each.phase is Phase.AWAKE}
+        return {each.name for each in self.entries if each.phase is JobPhase.AWAKE}
 
     def add(self, job):
         job.set(virtual_s=virtual_start(self.entries))
@@ -58,22 +58,22 @@ class World:
         for job in self.jobs.values():
             self._pass_time(job)
         chosen = [self.jobs[name].entry.phase for name in self.turn.chosen]
-        if all(phase is Phase.AWAKE for phase in chosen):
+        if all(phase is JobPhase.AWAKE for phase in chosen):
             self.turn = replace(self.turn, spent_s=self.turn.spent_s + TICK_S)
         self.decision = decide(self.entries, self.turn, self.limits)
         self.turn = self.decision.turn
         for name in self.decision.sleep:
-            assert self.jobs[name].entry.phase is Phase.AWAKE
-            self._move(name, Phase.SUSPENDING)
+            assert self.jobs[name].entry.phase is JobPhase.AWAKE
+            self._move(name, JobPhase.SUSPENDING)
         for name in self.decision.wake:
             job = self.jobs[name]
-            waking = Phase.STARTING if job.entry.phase is Phase.WAITING else Phase.WAKING
-            assert job.entry.phase in (Phase.WAITING, Phase.ASLEEP)
+            waking = JobPhase.STARTING if job.entry.phase is JobPhase.WAITING else JobPhase.WAKING
+            assert job.entry.phase in (JobPhase.WAITING, JobPhase.ASLEEP)
             self._move(name, waking)
 
     def _move(self, name, phase):
         job = self.jobs[name]
-        job.turns += phase is not Phase.SUSPENDING
+        job.turns += phase is not JobPhase.SUSPENDING
         job.moves_for = self.ticks_to_move
         job.set(phase=phase, held_bytes=job.entry.need_bytes)
 
@@ -82,27 +82,27 @@ class World:
         if entry.phase in BETWEEN:
             job.moves_for -= 1
             if job.moves_for <= 0:
-                sleeps = entry.phase is Phase.SUSPENDING
+                sleeps = entry.phase is JobPhase.SUSPENDING
                 job.set(
-                    phase=Phase.ASLEEP if sleeps else Phase.AWAKE,
+                    phase=JobPhase.ASLEEP if sleeps else JobPhase.AWAKE,
                     held_bytes=entry.rest_bytes if sleeps else entry.need_bytes,
                 )
-        elif entry.phase is Phase.AWAKE:
+        elif entry.phase is JobPhase.AWAKE:
             job.awake_s += TICK_S
             job.left_s -= TICK_S
             job.set(virtual_s=entry.virtual_s + TICK_S / entry.weight, waited_s=0.0)
             if job.left_s <= 0:
                 self.end(job.name)
-        elif entry.phase is not Phase.OVER:
+        elif entry.phase is not JobPhase.OVER:
             job.set(waited_s=entry.waited_s + TICK_S)
             job.longest_wait_s = max(job.longest_wait_s, entry.waited_s + TICK_S)
 
     def end(self, name):
-        self.jobs[name].set(phase=Phase.OVER, held_bytes=0)
+        self.jobs[name].set(phase=JobPhase.OVER, held_bytes=0)
 
 
 def job(name, need=60, *, rest=0, left_s=1e9, **how):
-    how.setdefault("phase", Phase.WAITING)
+    how.setdefault("phase", JobPhase.WAITING)
     return Job(Seen(name=name, need_bytes=need, rest_bytes=rest, **how), left_s=left_s)
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError, JobError
 from penstock.core.units import MIB
-from penstock.jobs import Machine, budget
-from penstock.jobs.budget import Budget
-from penstock.jobs.cgroups import NO_LIMIT, Group, Place, place_of
-from penstock.jobs.enclosure import Enclosure, remove_groups
+from penstock.jobs import JobsMachine, budget
+from penstock.jobs.budget import JobsBudget
+from penstock.jobs.cgroups import NO_LIMIT, Cgroup, CgroupMembership, place_of
+from penstock.jobs.enclosure import JobCgroups, remove_groups
 from penstock.jobs.limits import shares
-from penstock.jobs.policy import ALIVE, Entry, Phase
+from penstock.jobs.policy import ALIVE, JobEntry, JobPhase
 
 OLD = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
 NEW = ("memory.max", "memory.swap.max")
@@ -39,14 +39,14 @@ class FakeKernel:
             self._fill(path)
         if version == 2:
             (root / "cgroup.subtree_control").write_text("memory")
-        self.place = Place(str(root / "mine"), version)
+        self.place = CgroupMembership(str(root / "mine"), version)
         monkeypatch.setattr(os, "mkdir", self.mkdir)
         monkeypatch.setattr(os, "rmdir", self.rmdir)
 
         def write(group, what, text, **how):
             self.write(Path(group._file(what)), text, **how)
 
-        monkeypatch.setattr(Group, "_write", write)
+        monkeypatch.setattr(Cgroup, "_write", write)
 
     def _fill(self, path, *, limited=True):
         (path / "cgroup.procs").touch()
@@ -128,11 +128,13 @@ def kernel(request, tmp_path, monkeypatch):
 
 
 def enclosure(kernel, **how):
-    return Enclosure(kernel.place, **{"state": "/a/state", "budget_bytes": 100 * MIB, **how})
+    return JobCgroups(kernel.place, **{"state": "/a/state", "budget_bytes": 100 * MIB, **how})
 
 
-def entry(name, phase=Phase.AWAKE, **how):
-    return Entry(name=name, phase=phase, **{"need_bytes": 40 * MIB, "rest_bytes": 5 * MIB, **how})
+def entry(name, phase=JobPhase.AWAKE, **how):
+    return JobEntry(
+        name=name, phase=phase, **{"need_bytes": 40 * MIB, "rest_bytes": 5 * MIB, **how}
+    )
 
 
 # -- where a process stands -----------------------------------------------------------------------
@@ -143,10 +145,12 @@ def test_each_version_is_found_where_it_is_mounted(tmp_path):
     cpu = "31 23 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"
     new = f"32 23 0:28 / {tmp_path} rw,nosuid - cgroup2 cgroup2 rw"
     both = "9:cpu:/\n4:memory:/user/x\n0::/\n"
-    assert place_of(both, "\n".join([cpu, new, old])) == Place("/sys/fs/cgroup/memory/user/x", 1)
+    assert place_of(both, "\n".join([cpu, new, old])) == CgroupMembership(
+        "/sys/fs/cgroup/memory/user/x", 1
+    )
     (tmp_path / "app").mkdir()
     (tmp_path / "app/cgroup.controllers").write_text("cpu memory pids\n")
-    assert place_of("0::/app\n", new) == Place(str(tmp_path / "app"), 2)
+    assert place_of("0::/app\n", new) == CgroupMembership(str(tmp_path / "app"), 2)
     (tmp_path / "app/cgroup.controllers").write_text("cpu pids\n")
     with pytest.raises(JobError, match=r"memory controller is not available in .*Delegate=yes"):
         place_of("0::/app\n", new)
@@ -167,7 +171,7 @@ def test_a_container_sees_a_part_of_the_tree():
 
 
 def test_swap_takes_nothing_unless_it_may(kernel):
-    group = Group.make(str(kernel.root / "mine"), "g", kernel.version, limited=False)
+    group = Cgroup.make(str(kernel.root / "mine"), "g", kernel.version, limited=False)
     if kernel.version == 2:
         kernel._give_limit(Path(group.path))
     group.limit(64 * MIB)
@@ -188,7 +192,7 @@ def test_swap_takes_nothing_unless_it_may(kernel):
 def test_memory_with_swap_is_never_limited_below_memory(tmp_path, monkeypatch):
     """Of v1 the kernel refuses that; so the order is another upwards and downwards."""
     kernel = FakeKernel(tmp_path / "cgroup", 1, monkeypatch)
-    group = Group.make(str(kernel.root / "mine"), "g", 1)
+    group = Cgroup.make(str(kernel.root / "mine"), "g", 1)
     for nbytes in (64, 128, 32):
         group.limit(nbytes * MIB)
     memory, both = OLD
@@ -196,7 +200,7 @@ def test_memory_with_swap_is_never_limited_below_memory(tmp_path, monkeypatch):
 
 
 def test_page_cache_is_not_held_and_no_limit_is_below_what_is(kernel):
-    group = Group(str(kernel.root / "mine"), kernel.version)
+    group = Cgroup(str(kernel.root / "mine"), kernel.version)
     kernel.hold(group.path, 50 * MIB, cache=30 * MIB)
     assert group.held_bytes() == 50 * MIB
     assert not group.limit(20 * MIB)
@@ -206,9 +210,9 @@ def test_page_cache_is_not_held_and_no_limit_is_below_what_is(kernel):
 
 def test_a_group_that_may_not_be_made_is_said(tmp_path):
     with pytest.raises(JobError, match=r"a control group cannot be created in .*Delegate=yes"):
-        Group.make(str(tmp_path / "no"), "g", 1)
+        Cgroup.make(str(tmp_path / "no"), "g", 1)
     with pytest.raises(JobError, match="would have no memory limit"):
-        Group.make(str(tmp_path), "g", 1)
+        Cgroup.make(str(tmp_path), "g", 1)
     assert not (tmp_path / "g").exists()
 
 
@@ -217,7 +221,7 @@ def test_a_group_that_may_not_be_made_is_said(tmp_path):
 
 def test_all_have_the_budget_and_each_its_part(kernel):
     made = enclosure(kernel)
-    made.allow([entry("a", Phase.STARTING), entry("b", Phase.ASLEEP, held_bytes=5 * MIB)])
+    made.allow([entry("a", JobPhase.STARTING), entry("b", JobPhase.ASLEEP, held_bytes=5 * MIB)])
     room = made.begin("a")
     name = OLD[0] if kernel.version == 1 else NEW[0]
     assert Path(made.path, name).read_text() == str(100 * MIB)
@@ -243,16 +247,16 @@ def test_a_job_may_be_named_as_a_file_of_the_kernel_s(kernel, name):
 
 def test_who_gets_less_gets_it_first(kernel):
     made = enclosure(kernel)
-    jobs = [entry("a"), entry("b", Phase.ASLEEP, held_bytes=5 * MIB)]
+    jobs = [entry("a"), entry("b", JobPhase.ASLEEP, held_bytes=5 * MIB)]
     made.allow(jobs)
     for each in jobs:
         made.begin(each.name)
     kernel.writes.clear()
-    made.allow([replace(jobs[0], phase=Phase.ASLEEP), replace(jobs[1], phase=Phase.WAKING)])
+    made.allow([replace(jobs[0], phase=JobPhase.ASLEEP), replace(jobs[1], phase=JobPhase.WAKING)])
     name = OLD[0] if kernel.version == 1 else NEW[0]
     assert [where for where, what, _ in kernel.writes if what == name] == ["job-a", "job-b"]
     kernel.writes.clear()
-    made.allow([replace(jobs[0], phase=Phase.ASLEEP), replace(jobs[1], phase=Phase.WAKING)])
+    made.allow([replace(jobs[0], phase=JobPhase.ASLEEP), replace(jobs[1], phase=JobPhase.WAKING)])
     assert not kernel.writes
 
 
@@ -310,18 +314,20 @@ def test_where_it_is_not_permitted_it_is_said_or_refused(kernel, monkeypatch):
 
     monkeypatch.setattr(budget, "own_place", refuse)
     lines = []
-    made = Budget(Machine(memory="1GiB"), state="state", tell=lines.append)
+    made = JobsBudget(JobsMachine(memory="1GiB"), state="state", tell=lines.append)
     made.enforce(None)
     made.report()
     assert not made.is_enforced
     assert lines == [
         "the budget is enforced by polling, not by the kernel: no group may be made here"
     ]
-    wanted = Budget(Machine(memory="1GiB", enforce="cgroup"), state="state", tell=lines.append)
+    wanted = JobsBudget(
+        JobsMachine(memory="1GiB", enforce="cgroup"), state="state", tell=lines.append
+    )
     with pytest.raises(ConfigError, match=r"\[machine\] enforce is 'cgroup': no group may"):
         wanted.enforce(None)
     with pytest.raises(ConfigError, match="enforce is 'kernel'; known are auto, cgroup, polling"):
-        Machine(memory="1GiB", enforce="kernel")
+        JobsMachine(memory="1GiB", enforce="kernel")
 
 
 def test_without_enforcement_jobs_of_an_earlier_manager_are_let_go(kernel):
@@ -329,7 +335,7 @@ def test_without_enforcement_jobs_of_an_earlier_manager_are_let_go(kernel):
     left.allow([entry("a")])
     left.begin("a")
     Path(left.path, "job-a/cgroup.procs").write_text("4711\n")
-    made = Budget(Machine(memory="1GiB", enforce="polling"), state="state", tell=print)
+    made = JobsBudget(JobsMachine(memory="1GiB", enforce="polling"), state="state", tell=print)
     made.enforce(left.path)
     name, none = (OLD[0], "-1") if kernel.version == 1 else (NEW[0], "max")
     assert Path(left.path, "job-a", name).read_text() == none
@@ -360,7 +366,7 @@ def test_together_they_may_hold_no_more_than_the_budget(jobs, budget_mib):
     if charged <= budget_mib * MIB:
         assert sum(made.values()) <= budget_mib * MIB
         assert all(made[each.name] >= each.charge_bytes for each in entries)
-    elif all(each.phase is Phase.AWAKE for each in entries):
+    elif all(each.phase is JobPhase.AWAKE for each in entries):
         assert sum(made.values()) <= max(budget_mib * MIB, sum(each.held_bytes for each in entries))
 
 
@@ -368,9 +374,9 @@ def test_what_is_free_goes_to_who_computes():
     made = shares(
         [
             entry("a"),
-            entry("b", Phase.ASLEEP, held_bytes=5 * MIB),
-            entry("c", Phase.WAITING),
-            entry("d", Phase.OVER),
+            entry("b", JobPhase.ASLEEP, held_bytes=5 * MIB),
+            entry("c", JobPhase.WAITING),
+            entry("d", JobPhase.OVER),
         ],
         200 * MIB,
     )

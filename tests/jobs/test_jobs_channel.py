@@ -20,14 +20,14 @@ from penstock.io.pages import PrivateMemory
 from penstock.jobs.logs import disk_is_full, last_lines, length_of, rotate
 from penstock.jobs.processes import (
     Identity,
-    Process,
+    JobProcess,
     describe_end,
     end_holders,
     held_bytes,
 )
 from penstock.observe.summary_text import render, to_text
 from penstock.swap.channel import JobEnd, ManagerEnd, Status, start_ticks
-from penstock.swap.signals import Sleeper
+from penstock.swap.signals import StepSuspender
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_process_is_its_number_and_its_beginning():
     me = Identity(os.getpid(), start_ticks(os.getpid()))
     assert me.lives()
     assert not Identity(me.pid, me.start_ticks + 1).lives()
-    assert Process.find(Identity(me.pid, me.start_ticks - 1)) is None
+    assert JobProcess.find(Identity(me.pid, me.start_ticks - 1)) is None
     assert not Identity(0, 0).lives()
 
 
@@ -313,7 +313,7 @@ def test_a_manager_puts_it_to_sleep_and_has_it_fetch_and_go_on(trained, ends):
     session, model, optimizer = trained
     manager, job = ends
     told = []
-    Sleeper(session, tell=told.append, channel=job)
+    StepSuspender(session, tell=told.append, channel=job)
     assert manager.look().state == "awake"
     step(model, optimizer)
     expected = [each.detach().clone() for each in model.parameters()]
@@ -351,7 +351,7 @@ def test_what_cannot_come_ahead_does_not_wake_it(trained, ends, monkeypatch):
     session, model, optimizer = trained
     manager, job = ends
     told, states = [], []
-    Sleeper(session, tell=told.append, channel=job)
+    StepSuspender(session, tell=told.append, channel=job)
 
     def refuse(*_):
         states.append(manager.look().state)
@@ -390,7 +390,7 @@ def test_a_signal_does_not_put_to_sleep_what_a_manager_runs(trained, ends):
     session, model, optimizer = trained
     manager, job = ends
     told = []
-    Sleeper(session, channel=job, tell=told.append)
+    StepSuspender(session, channel=job, tell=told.append)
     signal.raise_signal(signal.SIGUSR1)
     step(model, optimizer)
     assert manager.look().state == "awake"
@@ -449,7 +449,7 @@ def test_a_refusal_is_told_to_the_manager(ends, one_thread, handlers):
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with penstock.offload(model, optimizer, policy="keep") as session:
-        Sleeper(session, tell=lambda line: None, channel=job)
+        StepSuspender(session, tell=lambda line: None, channel=job)
         manager.want(sleep=True)
         for _ in range(2):
             model(torch.ones(1, 8)).sum().backward()
@@ -469,7 +469,7 @@ def test_what_the_system_refuses_is_a_refusal_and_not_the_end_of_the_script(
         raise error
 
     monkeypatch.setattr("penstock.swap.signals.suspend", refuse)
-    Sleeper(session, tell=lambda line: None, channel=job)
+    StepSuspender(session, tell=lambda line: None, channel=job)
     manager.want(sleep=True)
     for _ in range(2):
         step(model, optimizer)

@@ -12,9 +12,9 @@ from test_jobs_manager import killed_manager, managed, next_manager
 from penstock.core.errors import JobError
 from penstock.core.units import MIB
 from penstock.jobs import Manager
-from penstock.jobs.cgroups import Group, own_place
+from penstock.jobs.cgroups import Cgroup, own_place
 from penstock.jobs.description import Description
-from penstock.jobs.enclosure import Enclosure, remove_groups
+from penstock.jobs.enclosure import JobCgroups, remove_groups
 
 __all__ = ["managed"]  # a fixture
 
@@ -22,7 +22,7 @@ __all__ = ["managed"]  # a fixture
 @pytest.fixture(autouse=True)
 def permitted(tmp_path):
     try:
-        Enclosure(own_place(), state=str(tmp_path), budget_bytes=64 * MIB).close()
+        JobCgroups(own_place(), state=str(tmp_path), budget_bytes=64 * MIB).close()
     except JobError as error:
         pytest.skip(str(error))
 
@@ -42,8 +42,8 @@ def most_held(group):
 
 
 def test_a_process_begins_inside_and_so_do_its_children(tmp_path):
-    made = Enclosure(own_place(), state=str(tmp_path), budget_bytes=64 * MIB)
-    group = Group.make(made.path, "a", own_place().version)
+    made = JobCgroups(own_place(), state=str(tmp_path), budget_bytes=64 * MIB)
+    group = Cgroup.make(made.path, "a", own_place().version)
     script = "cat /proc/self/cgroup; sh -c 'cat /proc/self/cgroup'"
     out = subprocess.check_output(group.inside(["/bin/sh", "-c", script]), text=True)
     assert out.count(f"/{Path(made.path).name}/a\n") == 2
@@ -100,7 +100,7 @@ def test_who_takes_too_much_at_once_is_ended_and_nobody_else(managed):
 def test_the_next_manager_takes_over_the_group_and_removes_it(disk_path):
     with killed_manager(disk_path, steps=80, enforce="cgroup") as status:
         group = Path(status["machine"]["kept_by"])
-        assert all(Group.at(str(group / f"job-{name}")).processes() for name in "ab")
+        assert all(Cgroup.at(str(group / f"job-{name}")).processes() for name in "ab")
         out = next_manager(disk_path)
     result = json.loads(out.splitlines()[-1])["status"]
     assert [each["steps"] for each in result["jobs"]] == [80, 80]

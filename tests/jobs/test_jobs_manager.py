@@ -19,7 +19,7 @@ from manager_program import fake_command
 
 from penstock.core.errors import ConfigError, JobError
 from penstock.core.units import MIB
-from penstock.jobs import Client, Description, JobSpec, Machine, Manager
+from penstock.jobs import Client, Description, JobsMachine, JobSpec, Manager
 from penstock.jobs.command import run_command
 from penstock.jobs.description import load
 from penstock.jobs.policy import MOVING_SHARE
@@ -766,7 +766,7 @@ def test_a_durable_job_whose_process_is_gone_is_begun_again(killed, disk_path):
 
 def test_a_durable_job_resumes_only_from_what_was_kept(tmp_path):
     spec = JobSpec(name="a", script="x.py", durable=True, args=("1",), options=("--floor", "1MiB"))
-    machine = Machine(memory="1GiB", flash="/nvme")
+    machine = JobsMachine(memory="1GiB", flash="/nvme")
     kept = tmp_path / "kept"
     command = run_command(spec, machine, "channel", str(kept))
     assert command[1:] == [

@@ -12,8 +12,8 @@ from penstock.core.units import MIB
 from penstock.jobs.policy import (
     LEAST_SLICE_S,
     MOVING_SHARE,
-    Phase,
-    Turn,
+    JobPhase,
+    PolicyTurn,
     decide,
     next_to_wake,
     prefetch_allowance,
@@ -74,12 +74,12 @@ def test_weights_and_priorities_count_though_turns_are_long(slice_s, weight):
 
 
 def test_a_turn_of_several_is_as_long_as_the_moving_of_all_of_them_asks_for():
-    entries = [job(name, 45, move_s=2.0, phase=Phase.AWAKE).entry for name in "ab"]
-    waits = job("c", 60, phase=Phase.ASLEEP).entry
+    entries = [job(name, 45, move_s=2.0, phase=JobPhase.AWAKE).entry for name in "ab"]
+    waits = job("c", 60, phase=JobPhase.ASLEEP).entry
     shared = limits(slice_s=None)
 
     def chosen_after(spent_s):
-        turn = Turn(chosen=frozenset("ab"), spent_s=spent_s)
+        turn = PolicyTurn(chosen=frozenset("ab"), spent_s=spent_s)
         tired = [replace(each, virtual_s=100.0) for each in entries]
         return decide([*tired, waits], turn, shared).turn.chosen
 
@@ -110,12 +110,12 @@ def test_all_come_to_an_end_within_the_budget_and_nobody_waits_too_long(
         world.tick()
         assert world.charged_bytes <= shared.memory_bytes
         assert sum(each.held_bytes for each in world.entries) <= shared.memory_bytes
-        begun = [each for each in jobs if each.entry.phase not in (Phase.WAITING, Phase.OVER)]
+        begun = [each for each in jobs if each.entry.phase not in (JobPhase.WAITING, JobPhase.OVER)]
         assert sum(each.entry.need_bytes for each in begun) <= flash or len(begun) == 1
         for each in begun:  # who may not begin yet waits for others to be over
             if each.awake_s:
                 assert each.entry.waited_s <= bound
-        if all(each.entry.phase is Phase.OVER for each in jobs):
+        if all(each.entry.phase is JobPhase.OVER for each in jobs):
             return
     raise AssertionError([(each.name, each.entry.phase, each.left_s) for each in jobs])
 
@@ -155,7 +155,7 @@ def test_a_higher_priority_goes_first_at_once_and_alone():
     for _ in range(6):
         world.tick()
     assert world.awake == {"high"}
-    while world.jobs["high"].entry.phase is not Phase.OVER:
+    while world.jobs["high"].entry.phase is not JobPhase.OVER:
         assert world.awake <= {"high"}
         world.tick()
     for _ in range(10):
@@ -177,27 +177,27 @@ def test_a_low_priority_has_a_turn_when_it_has_waited_long_enough():
 
 
 def test_nobody_is_woken_before_the_memory_is_seen_to_be_back():
-    leaving = job("a", phase=Phase.SUSPENDING).entry
-    waits = job("b", phase=Phase.ASLEEP).entry
-    turn = Turn(chosen=frozenset("b"))
+    leaving = job("a", phase=JobPhase.SUSPENDING).entry
+    waits = job("b", phase=JobPhase.ASLEEP).entry
+    turn = PolicyTurn(chosen=frozenset("b"))
     assert decide([leaving, waits], turn, limits()).wake == ()
-    holds_still = job("a", phase=Phase.ASLEEP, held_bytes=50).entry
+    holds_still = job("a", phase=JobPhase.ASLEEP, held_bytes=50).entry
     assert decide([holds_still, waits], turn, limits()).wake == ()
-    gone = job("a", phase=Phase.ASLEEP, held_bytes=3, rest=3).entry
+    gone = job("a", phase=JobPhase.ASLEEP, held_bytes=3, rest=3).entry
     assert decide([gone, waits], turn, limits()).wake == ("b",)
 
 
 def test_who_cannot_sleep_goes_on_and_others_are_told_why():
-    stuck = job("a", phase=Phase.AWAKE, fixed=True, virtual_s=99.0, held_bytes=60).entry
-    decided = decide([stuck, job("b").entry], Turn(), limits())
+    stuck = job("a", phase=JobPhase.AWAKE, fixed=True, virtual_s=99.0, held_bytes=60).entry
+    decided = decide([stuck, job("b").entry], PolicyTurn(), limits())
     assert decided.sleep == decided.wake == ()
     assert "'a', which cannot sleep now" in decided.notes["b"]
 
 
 def test_a_job_that_holds_more_than_there_is_puts_another_to_sleep():
-    grown = job("a", 70, phase=Phase.AWAKE, held_bytes=70, virtual_s=5.0).entry
-    other = job("b", 40, phase=Phase.AWAKE, held_bytes=40).entry
-    decided = decide([grown, other], Turn(chosen=frozenset("ab")), limits())
+    grown = job("a", 70, phase=JobPhase.AWAKE, held_bytes=70, virtual_s=5.0).entry
+    other = job("b", 40, phase=JobPhase.AWAKE, held_bytes=40).entry
+    decided = decide([grown, other], PolicyTurn(chosen=frozenset("ab")), limits())
     assert len(decided.sleep) == 1
 
 
@@ -209,7 +209,7 @@ def test_without_flash_nobody_sleeps_and_others_wait():
     assert "without flash" in world.decision.notes["b"]
     for _ in range(60):
         world.tick()
-    assert world.jobs["b"].entry.phase is Phase.OVER
+    assert world.jobs["b"].entry.phase is JobPhase.OVER
     assert world.jobs["a"].turns == 1
 
 
@@ -219,7 +219,7 @@ def test_who_would_block_others_for_ever_does_not_begin():
     assert "'a' would no longer fit" in world.decision.notes["b"]
     for _ in range(60):
         world.tick()
-    assert all(each.entry.phase is Phase.OVER for each in world.jobs.values())
+    assert all(each.entry.phase is JobPhase.OVER for each in world.jobs.values())
 
 
 def test_more_jobs_than_flash_are_told_the_figures():
@@ -239,17 +239,17 @@ def test_memory_of_a_device_is_shared_out_too():
 
 
 def test_who_is_next_can_be_told():
-    now = job("a", phase=Phase.AWAKE, held_bytes=60, virtual_s=1.0).entry
-    later = [job(n, phase=Phase.ASLEEP, virtual_s=v).entry for n, v in (("b", 3.0), ("c", 2.0))]
-    turn = Turn(chosen=frozenset("a"), spent_s=1.5)
+    now = job("a", phase=JobPhase.AWAKE, held_bytes=60, virtual_s=1.0).entry
+    later = [job(n, phase=JobPhase.ASLEEP, virtual_s=v).entry for n, v in (("b", 3.0), ("c", 2.0))]
+    turn = PolicyTurn(chosen=frozenset("a"), spent_s=1.5)
     assert next_to_wake([now, *later], turn, limits(slice_s=5.0)).name == "c"
 
 
 def test_what_is_spare_is_lent_to_who_is_next():
-    now = job("a", 600 * MIB, phase=Phase.AWAKE, held_bytes=600 * MIB, virtual_s=1.0).entry
-    sleeps = {"phase": Phase.ASLEEP, "rest": 20 * MIB, "held_bytes": 20 * MIB}
+    now = job("a", 600 * MIB, phase=JobPhase.AWAKE, held_bytes=600 * MIB, virtual_s=1.0).entry
+    sleeps = {"phase": JobPhase.ASLEEP, "rest": 20 * MIB, "held_bytes": 20 * MIB}
     later = [job(n, 600 * MIB, virtual_s=v, **sleeps).entry for n, v in (("b", 3.0), ("c", 2.0))]
-    turn, machine = Turn(chosen=frozenset("a"), spent_s=0.5), limits(1000 * MIB)
+    turn, machine = PolicyTurn(chosen=frozenset("a"), spent_s=0.5), limits(1000 * MIB)
     rests = {"a": 0, "b": 580 * MIB, "c": 580 * MIB}
     name, nbytes = prefetch_allowance([now, *later], turn, machine, rests)
     assert (name, nbytes) == ("c", 344 * MIB)
@@ -272,7 +272,7 @@ class Meddling(RuleBasedStateMachine):
         return [
             each
             for each in self.world.jobs.values()
-            if each.entry.phase is not Phase.OVER and phase in (None, each.entry.phase)
+            if each.entry.phase is not JobPhase.OVER and phase in (None, each.entry.phase)
         ]
 
     @rule(need=st.integers(5, 90), priority=st.integers(0, 2), weight=WEIGHTS)
@@ -297,24 +297,24 @@ class Meddling(RuleBasedStateMachine):
     def cannot_sleep_or_can(self, data, cannot):
         data.draw(st.sampled_from(self.named())).set(fixed=cannot)
 
-    @precondition(lambda self: self.named(Phase.AWAKE) or self.named(Phase.ASLEEP))
+    @precondition(lambda self: self.named(JobPhase.AWAKE) or self.named(JobPhase.ASLEEP))
     @rule(data=st.data())
     def ends(self, data):
-        able = self.named(Phase.AWAKE) + self.named(Phase.ASLEEP)
+        able = self.named(JobPhase.AWAKE) + self.named(JobPhase.ASLEEP)
         self.world.end(data.draw(st.sampled_from(able)).name)
 
-    @precondition(lambda self: self.named(Phase.ASLEEP))
+    @precondition(lambda self: self.named(JobPhase.ASLEEP))
     @rule(data=st.data())
     def is_to_be_stopped(self, data):
-        chosen = data.draw(st.sampled_from(self.named(Phase.ASLEEP)))
+        chosen = data.draw(st.sampled_from(self.named(JobPhase.ASLEEP)))
         chosen.set(urgent=True)
         for each in self.named():
             each.set(fixed=False)
         for _ in range(40):
             self.world.tick()
-            if chosen.entry.phase is Phase.AWAKE:
+            if chosen.entry.phase is JobPhase.AWAKE:
                 break
-        assert chosen.entry.phase is Phase.AWAKE
+        assert chosen.entry.phase is JobPhase.AWAKE
         self.world.end(chosen.name)
 
     @invariant()
@@ -333,8 +333,8 @@ class TestMeddling(Meddling.TestCase):
     settings = settings(max_examples=60, stateful_step_count=30)
 
 
-@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("phase", list(JobPhase))
 def test_there_is_a_decision_in_every_phase(phase):
     entries = [job("a", phase=phase).entry, job("b", phase=phase, held_back=True).entry]
-    decided = decide(entries, Turn(), limits())
+    decided = decide(entries, PolicyTurn(), limits())
     assert not set(decided.sleep) & set(decided.wake)

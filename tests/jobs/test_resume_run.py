@@ -18,7 +18,7 @@ from penstock.checkpoint import Checkpointer, training_state
 from penstock.checkpoint.listeners import listeners
 from penstock.core.errors import CheckpointError, ConfigError, SuspendError
 from penstock.swap.resume_record import ResumeFile, ResumeRecord
-from penstock.swap.signals import Sleeper
+from penstock.swap.signals import StepSuspender
 
 SCRIPT = """
 import os, sys, time, torch
@@ -118,7 +118,7 @@ def training(disk_path, keeper, *, steps, seed=0, sleep_at=None, checkpoints=Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (disk_path / "spill").mkdir(exist_ok=True)
     with session_in(disk_path / "spill", model, optimizer) as session:
-        sleeper = Sleeper(session, tell=keeper_lines.append, record=keeper)
+        sleeper = StepSuspender(session, tell=keeper_lines.append, record=keeper)
         first = 0
         if checkpoints is not None:
             resumed = checkpoints.load(training_state(model=model, optimizer=optimizer))
@@ -143,7 +143,7 @@ def wake_when_asleep(session, sleeper):
     """Instead of a signal: it looks often whether it is to sleep on."""
     looked = []
 
-    class Woken(Sleeper):
+    class Woken(StepSuspender):
         @property
         def _is_to_sleep(self):
             looked.append(session.suspended is not None)

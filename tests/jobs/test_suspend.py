@@ -22,7 +22,7 @@ import penstock
 from offload_runs import assert_nothing_held, same_bits, session_in
 from pages_resident import resident_bytes
 from penstock import checkpoint
-from penstock.checkpoint.store import Store
+from penstock.checkpoint.store import CheckpointStore
 from penstock.core.errors import (
     CheckpointError,
     ClosedError,
@@ -34,7 +34,7 @@ from penstock.core.errors import (
 from penstock.core.units import MIB
 from penstock.io import pages
 from penstock.io.pages import (
-    Pages,
+    PageRange,
     PrivateMemory,
     around,
     huge_pages_within,
@@ -44,8 +44,8 @@ from penstock.io.threads import ThreadEngine
 from penstock.optim import FlashAdamW
 from penstock.swap import suspend, swap_in, swap_out
 from penstock.swap.recall import Recall, _Range
-from penstock.swap.space import Space
-from penstock.swap.state import LEAST_BYTES, Held, storages_of, tensors_of
+from penstock.swap.space import SwapSpace
+from penstock.swap.state import LEAST_BYTES, SuspendableStorage, storages_of, tensors_of
 from penstock.swap.write_batch import BUFFER_BYTES, BUFFERS, packed
 from penstock.testing.faults import GatedSyscalls
 from penstock.tier.base import Tier
@@ -348,7 +348,7 @@ def saved(tmp_path, model, optimizer, codec=None):
 def test_memory_does_not_go_while_a_save_in_the_background_reads_it(disk_path, monkeypatch):
     """Nothing has to be written for the suspend, so it would be done before the save is."""
     gate = GatedSyscalls()
-    slow = Store(make_engine=lambda: ThreadEngine(1, syscalls=gate), block_bytes=16384)
+    slow = CheckpointStore(make_engine=lambda: ThreadEngine(1, syscalls=gate), block_bytes=16384)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)))
     optimizer = torch.optim.AdamW(model.parameters())
     with (
@@ -487,7 +487,9 @@ def test_what_could_not_be_read_is_tried_again_though_the_checkpoint_is_gone(
         real(recall, held)
 
     with session_in(spill(disk_path), model) as session:
-        monkeypatch.setattr(checkpoint.front, "Store", lambda: Store(file_bytes=MIB))
+        monkeypatch.setattr(
+            checkpoint.front, "CheckpointStore", lambda: CheckpointStore(file_bytes=MIB)
+        )
         checkpoint.save(tmp_path / "saved", {"model": model})
         penstock.suspend(session, checkpoint=tmp_path / "saved", state={"model": model})
         shutil.rmtree(tmp_path / "saved")
@@ -841,7 +843,7 @@ def test_after_ctrl_c_a_buffer_stays_while_a_transfer_may_use_it(disk_path, monk
             patched.setattr(Tier, what, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 (penstock.suspend if what == "write" else penstock.resume)(session)
-        assert PrivateMemory().holds(Pages(used[0].address, used[0].nbytes))
+        assert PrivateMemory().holds(PageRange(used[0].address, used[0].nbytes))
         if what == "write":
             penstock.suspend(session)
         penstock.resume(session)
@@ -892,12 +894,12 @@ def suspended_wholly(disk_path):
 
         def begin(tensors, wrap_tier=None):
             held = [
-                Held(name=str(i), storage=each.untyped_storage(), pages=None)
+                SuspendableStorage(name=str(i), storage=each.untyped_storage(), pages=None)
                 for i, each in enumerate(tensors)
             ]
-            space = Space(
+            space = SwapSpace(
                 disk_path,
-                capacity_bytes=Space.needed_bytes(held, disk_path),
+                capacity_bytes=SwapSpace.needed_bytes(held, disk_path),
                 recorder=session.recorder,
                 wrap_tier=wrap_tier,
             )
@@ -977,7 +979,7 @@ def test_only_whole_pages_go():
 
 
 PAGES = st.builds(
-    Pages,
+    PageRange,
     st.integers(1, 4000).map(lambda i: i * 4096),
     st.integers(1, 1500).map(lambda i: i * 4096),
 )
@@ -1018,7 +1020,7 @@ def test_of_a_tensor_only_what_lies_in_the_pages_is_set(begin, nbytes, behind, c
     length = begin + nbytes + behind
     tensor = torch.arange(1, length + 1, dtype=torch.uint8)
     target = torch.zeros(length, dtype=torch.uint8)
-    region = _Range(Pages(target.data_ptr() + begin, nbytes), length, begin)
+    region = _Range(PageRange(target.data_ptr() + begin, nbytes), length, begin)
     for start, stop in itertools.pairwise([0, *sorted(c for c in cuts if c < length), length]):
         region.copy_in(start, stop, tensor.data_ptr() + start)
     assert target[begin : begin + nbytes].equal(tensor[begin : begin + nbytes])

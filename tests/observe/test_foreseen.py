@@ -9,11 +9,11 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.observe.clock import ManualClock
 from penstock.observe.events import Stage, StallCause
-from penstock.observe.foreseen import Foreseen, compare
+from penstock.observe.foreseen import Forecast, compare
 from penstock.observe.recorder import Recorder
 
 MS = 10**6
-FORESEEN = Foreseen(
+FORESEEN = Forecast(
     since_ns=100 * MS,
     machine="here",
     passes=1,
@@ -107,9 +107,9 @@ def test_steps_that_have_some_of_several_kinds_are_averaged(recorder):
 
 def test_it_survives_the_log_and_says_what_is_wrong_if_it_does_not():
     fields = FORESEEN.to_fields()
-    assert Foreseen.from_fields(fields) == FORESEEN
+    assert Forecast.from_fields(fields) == FORESEEN
     for name, value in (("late_ns", None), ("late_ns", 1.5), ("machine", 3)):
         with pytest.raises(ConfigError, match=rf"run:7: prediction: field '{name}'"):
-            Foreseen.from_fields({**fields, name: value}, source="run:7")
+            Forecast.from_fields({**fields, name: value}, source="run:7")
     with pytest.raises(ConfigError, match="passes"):
-        Foreseen.from_fields({**fields, "passes": 0})
+        Forecast.from_fields({**fields, "passes": 0})

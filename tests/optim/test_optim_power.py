@@ -11,7 +11,7 @@ from optim_runs import assert_same, assert_same_states, give_gradients, paramete
 
 from penstock import TransferError
 from penstock.optim import FlashAdamW
-from penstock.testing.power import Disk
+from penstock.testing.power import PowerLossDisk
 from penstock.testing.power_calls import recording
 from power_runs import Chance, examples
 
@@ -68,7 +68,7 @@ def _steps(point):
 def test_a_loss_of_power_leaves_the_last_completed_step(format_name, dtype, small):
     settings = {**small, "format": format_name}
     with Chance(None, small["flash"]).folder_for() as path:
-        disk = Disk(path)
+        disk = PowerLossDisk(path)
         with recording(disk):
             run = Run(disk, dtype, settings)
             for step in range(3):
@@ -98,7 +98,7 @@ def test_what_a_killed_process_did_not_wait_for_is_waited_for_by_the_next(when, 
     with Chance(None, small["flash"]).folder_for() as path:
         for name in "ab":
             (path / name).mkdir()
-        disk = Disk(path)
+        disk = PowerLossDisk(path)
         with recording(disk):
             run = Run(disk, torch.float32, small)
             for step in range(3):
@@ -145,7 +145,7 @@ def test_what_a_failed_sync_may_have_lost_is_written_again(small, monkeypatch):
 
     monkeypatch.setattr(os, "fdatasync", fail_once)
     with Chance(None, small["flash"]).folder_for() as path:
-        disk = Disk(path)
+        disk = PowerLossDisk(path)
         with recording(disk):
             run = Run(disk, torch.float32, small)
             run.step(0)

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from plan_profiles import MACHINE, MB, stack
 
 from penstock.plan import Budgets, policies
-from penstock.plan.address_space import GRANULE_BYTES, Space, first_fit, two_ended
+from penstock.plan.address_space import GRANULE_BYTES, AddressSpace, first_fit, two_ended
 from penstock.plan.replay import Residence, replay
 
 KB = 1024
@@ -17,7 +17,7 @@ class Placing(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.space = Space()
+        self.space = AddressSpace()
         self.bytes = []  # whether each address is taken
         self.blocks = []
 

@@ -12,7 +12,7 @@ from plan_profiles import MB, machines, network, networks, profiles, stack
 from penstock.plan import Budgets, Machine
 from penstock.plan.assemble import draft
 from penstock.plan.bound import min_step_ns
-from penstock.plan.case import Case
+from penstock.plan.case import PlanningProblem
 from penstock.plan.choice_bound import min_step_ns as least_under
 from penstock.plan.replay import replay
 
@@ -30,7 +30,7 @@ def test_no_replay_of_a_choice_is_shorter_than_its_bound_nor_than_that_of_all(
     profile, machine, share, rng
 ):
     budgets = Budgets(int(share * profile.peak_saved_bytes), AMPLE, AMPLE)
-    case = Case(profile, machine, budgets)
+    case = PlanningProblem(profile, machine, budgets)
     least_ns = min_step_ns(profile, machine, budgets)
     for _ in range(4):
         choice = any_choice(case, rng)
@@ -44,7 +44,7 @@ def test_no_choice_at_all_is_shorter_than_the_bound():
     rng = random.Random(7)
     for _ in range(8):
         profile, machine, budgets = small_problem(rng, most=4)
-        case = Case(profile, machine, budgets)
+        case = PlanningProblem(profile, machine, budgets)
         least_ns = min_step_ns(profile, machine, budgets)
         for choice in every_choice(case):
             if case.fits(choice):
@@ -78,7 +78,7 @@ def test_the_bound_of_a_choice_is_near_its_replay():
     profile = network([10] * 40, step_ms=5, width=4)
     for host, flash in ((1e9, 4e8), (4e8, 1e9), (3e8, 3e8)):
         machine = Machine("any", flash, flash, 0.0, host, host)
-        case = Case(profile, machine, Budgets(120 * MB, AMPLE, AMPLE))
+        case = PlanningProblem(profile, machine, Budgets(120 * MB, AMPLE, AMPLE))
         for tier in ("host", "flash"):
             choice = case.offload(dict.fromkeys(range(32), tier))
             step_ns = replay(profile, draft(case, choice), machine).step_ns

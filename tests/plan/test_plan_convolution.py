@@ -19,7 +19,7 @@ from penstock.plan import (
     policies,
 )
 from penstock.plan.algorithms import INDEXING_SHARE, fastest, lean_algorithm
-from penstock.plan.case import Case
+from penstock.plan.case import PlanningProblem
 from penstock.plan.convolution import convolutions, frugal, leanest, stepped_down, with_algorithms
 from penstock.plan.replay import replay
 
@@ -388,7 +388,7 @@ def test_little_workspace_for_little_time():
 @given(networks(), st.floats(0.2, 1.2), st.booleans())
 def test_limits_are_enough_and_none_is_for_nothing(profile, share, split):
     budgets = Budgets(int(share * profile.peak_saved_bytes), 0, AMPLE)
-    case = Case(profile, CARD, budgets, split=split)
+    case = PlanningProblem(profile, CARD, budgets, split=split)
     everything = case.with_limits(case.leanest)
     choice = case.offloaded(case.movable)
     fitted = case.fitted()

@@ -9,7 +9,7 @@ from plan_profiles import MB, machines, networks, profiles
 
 from penstock.plan import Budgets, policies
 from penstock.plan.assemble import draft
-from penstock.plan.case import Case
+from penstock.plan.case import PlanningProblem
 from penstock.plan.check import peak_bytes
 from penstock.plan.replay import replay
 
@@ -90,7 +90,7 @@ def test_auto_is_nearly_always_the_best_of_all_choices():
     gaps = []
     for _ in range(60):
         profile, machine, budgets = small_problem(rng)
-        best_ns = least_ns(Case(profile, machine, budgets))
+        best_ns = least_ns(PlanningProblem(profile, machine, budgets))
         found = replay(profile, auto(profile, machine, budgets), machine)
         assert found.feasible == (best_ns is not None)
         if best_ns is not None:

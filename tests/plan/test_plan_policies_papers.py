@@ -10,7 +10,7 @@ from plan_profiles import COMPUTE, MACHINE, MB, SHAPE, encodable, network, netwo
 
 from penstock.plan import Action, Budgets, CodecSample, Machine, policies
 from penstock.plan.baseline import oracle_ns, static_bytes
-from penstock.plan.case import Case
+from penstock.plan.case import PlanningProblem
 from penstock.plan.layers import Layer, prefetch_search
 from penstock.plan.policies.recompute import cost_aware, recompute_ns, sublinear
 from penstock.plan.replay import replay
@@ -99,7 +99,7 @@ def test_a_map_belongs_to_the_operator_that_begins_when_it_has_been_asked_for():
         replace(one, start_ns=one.start_ns + 2) if one.backward else one
         for one in profile.operators
     )  # a node asks for what it needs, one by one, and then computes
-    case = Case(replace(profile, operators=asking), MACHINE, Budgets(AMPLE))
+    case = PlanningProblem(replace(profile, operators=asking), MACHINE, Budgets(AMPLE))
     assert [(layer.module, layer.convolution, layer.groups) for layer in case.layers] == [
         ("block.0.0", True, (0,)),
         ("block.0.1", False, (1,)),
@@ -149,7 +149,7 @@ ON_CARD = replace(MACHINE, compute=COMPUTE, host_write_bytes_per_s=12e9, host_re
 
 def test_vdnn_dyn_steps_down_as_memory_gets_less():
     profile = big_maps()
-    case = Case(profile, ON_CARD, Budgets(AMPLE, AMPLE))
+    case = PlanningProblem(profile, ON_CARD, Budgets(AMPLE, AMPLE))
     most = case.profile.peak_saved_bytes
 
     def seen(device_bytes):
@@ -317,7 +317,7 @@ def test_modules_that_must_not_be_run_again_are_not():
 
 def test_sublinear_runs_all_again_and_cost_aware_what_it_must():
     profile = network([10] * 16, width=4)
-    case = Case(profile, MACHINE, Budgets(140 * MB))
+    case = PlanningProblem(profile, MACHINE, Budgets(140 * MB))
     everything = sublinear(case)
     assert len(everything.recomputed) == 4
     least = min(recompute_ns(case, one) for one in cost_aware(case) if case.fits(one))

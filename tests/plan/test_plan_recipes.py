@@ -11,7 +11,7 @@ from plan_profiles import MACHINE, MB, MS, network, networks
 from penstock.core.errors import PlanError
 from penstock.plan import Action, Budgets, Plan, Profile, SlotKey, policies
 from penstock.plan.assemble import draft
-from penstock.plan.case import Case
+from penstock.plan.case import PlanningProblem
 from penstock.plan.plan import Decision
 from penstock.plan.recipes import recipe_calls, recipe_members, recipe_name
 from penstock.plan.replay import replay
@@ -40,7 +40,7 @@ def test_the_calls_are_those_before_the_save_each_before_the_next():
 def test_a_recipe_frees_its_slot_for_the_time_of_its_calls():
     """Slot 1 is dropped when it is saved, and made again, from slot 0, before the need of its layer."""
     profile = network([10, 30, 10], recipes=[1])
-    case = Case(profile, MACHINE, Budgets(AMPLE, AMPLE, AMPLE))
+    case = PlanningProblem(profile, MACHINE, Budgets(AMPLE, AMPLE, AMPLE))
     assert list(case.recomputing.modules)[-1] == "block.0.0->"
     choice = case.offload({}, ["block.0.0->"])
     found = replay(profile, draft(case, choice), MACHINE, trace=True)
@@ -56,7 +56,7 @@ def test_a_recipe_frees_its_slot_for_the_time_of_its_calls():
 def test_what_it_is_made_from_is_read_first():
     profile = network([10, 30, 10], recipes=[1])
     slow = replace(MACHINE, flash_read_bytes_per_s=0.2e9)  # 10 MB in 50 ms
-    case = Case(profile, slow, Budgets(AMPLE, 0, AMPLE))
+    case = PlanningProblem(profile, slow, Budgets(AMPLE, 0, AMPLE))
     choice = case.offload({0: "flash"}, ["block.0.0->"])
     plan = draft(case, choice)
     assert [key.module for key in plan.need_order] == ["block.1.0", "block.0.0", "block.0.1"]
@@ -67,7 +67,7 @@ def test_what_it_is_made_from_is_read_first():
 
 def test_neighbours_in_a_chain_are_not_made_from_each_other():
     profile = network([10] * 6, width=6, recipes=range(6))
-    recomputing = Case(profile, MACHINE, Budgets(AMPLE)).recomputing
+    recomputing = PlanningProblem(profile, MACHINE, Budgets(AMPLE)).recomputing
     chosen = recomputing.recipes()
     makes, reads = ({g for one in chosen for g in getattr(one, of)} for of in ("groups", "reads"))
     assert (len(makes), makes & reads) == (3, set())
@@ -76,7 +76,7 @@ def test_neighbours_in_a_chain_are_not_made_from_each_other():
 @settings(max_examples=200)
 @given(networks(), st.randoms(use_true_random=False))
 def test_together_says_what_the_note_says(profile, rng):
-    case = Case(profile, MACHINE, Budgets(AMPLE, AMPLE, AMPLE))
+    case = PlanningProblem(profile, MACHINE, Budgets(AMPLE, AMPLE, AMPLE))
     modules = case.recomputing.modules
     taken = any_choice(case, rng).recomputed
     together = case.recomputing.conflict_set(taken)

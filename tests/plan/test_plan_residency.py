@@ -9,9 +9,9 @@ from plan_choices import any_choice
 from plan_profiles import MACHINE, MB, network, networks, profiles
 
 from penstock.plan import Budgets
-from penstock.plan.case import Case
+from penstock.plan.case import PlanningProblem
 from penstock.plan.profile import Event
-from penstock.plan.residency import OFFLOADED, Residency, Returned, residency, small_beside
+from penstock.plan.residency import OFFLOADED, ResidencyModel, Returned, residency, small_beside
 
 
 def step_by_step(profile, mask, segments):
@@ -36,7 +36,7 @@ def step_by_step(profile, mask, segments):
         if kept + back.read + back.made + saved + small[place] > hard:
             hard, worst = kept + back.read + back.made + saved + small[place], i
         kept += 0 if mask[i] == OFFLOADED else saved
-    return Residency(hard, worst, most_kept, most_used), back.read + back.made
+    return ResidencyModel(hard, worst, most_kept, most_used), back.read + back.made
 
 
 def in_any_order(profile, rng):
@@ -60,7 +60,7 @@ def test_so_it_is_of_any_profile(profile, rng):
 
 
 def check(profile, rng):
-    case = Case(profile, MACHINE, Budgets(0))
+    case = PlanningProblem(profile, MACHINE, Budgets(0))
     choice = any_choice(case, rng)
     mask, segments = case.mask(choice), case.segments(choice)
     found, left = step_by_step(profile, mask, segments)
@@ -79,7 +79,7 @@ def test_outputs_that_count_as_inputs_do_not_pile_up():
         else slot
         for i, slot in enumerate(profile.slots)
     ]
-    case = Case(replace(profile, slots=tuple(slots)), MACHINE, Budgets(0))
+    case = PlanningProblem(replace(profile, slots=tuple(slots)), MACHINE, Budgets(0))
     every = [f"block.{b}" for b in range(4)]
     assert set(every) <= set(case.recomputing.modules)
     choice = case.offloaded(case.movable, every)

@@ -7,7 +7,7 @@ from plan_profiles import MACHINE, MS, encodable, network, stack
 
 from penstock.plan import Budgets, CodecSample, policies, search
 from penstock.plan.replay import replay
-from penstock.plan.replay.lanes import READ, Channel, Lane
+from penstock.plan.replay.lanes import READ, ReplayChannel, ReplayLane
 
 AMPLE = 10**12
 CODECS = (CodecSample("zero-value", 0.5, 8e9, 8e9), CodecSample("exponent", 0.25, 5e8, 1e9))
@@ -74,7 +74,7 @@ def test_of_ten_thousand_encodable_slots_no_more_than_work_are_replayed(monkeypa
 
 def test_a_job_that_has_begun_does_not_go_first():
     done = [-1] * 4
-    lane = Lane((Channel(), [10 * MS] * 4), precedence=READ, done=done)
+    lane = ReplayLane((ReplayChannel(), [10 * MS] * 4), precedence=READ, done=done)
     for slot in range(3):
         lane.add(0, slot)
     lane.run(0)

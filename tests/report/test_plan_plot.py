@@ -13,7 +13,7 @@ from penstock.plan.profile import CodecSample, PassProfile, Profile, SlotProfile
 from penstock.plan.slots import SlotKey
 from penstock.report.outcome import best_first, outcome
 from penstock.report.plan_plot import plot_plan
-from penstock.report.plan_table import Largest, all_policies, one_policy, wear
+from penstock.report.plan_table import LargestFit, all_policies, one_policy, wear
 
 MACHINE = Machine("here", 2e9, 2e9, 1e-4, 8e9, 8e9)
 LAYERS = 12
@@ -143,7 +143,9 @@ def test_the_best_comes_first_and_what_needs_most_last():
 
 def test_one_policy_is_told_in_detail():
     one = planned("all")
-    text = to_text(one_policy(one, largest=Largest(7), tbw_bytes=10**12, verbose=False), width=100)
+    text = to_text(
+        one_policy(one, largest=LargestFit(7), tbw_bytes=10**12, verbose=False), width=100
+    )
     lines = [" ".join(line.split()) for line in text.splitlines()]
     found = one.replayed
     assert lines[0] == "policy all: it fits; largest batch that fits: 7"
@@ -158,7 +160,7 @@ def test_one_policy_is_told_in_detail():
 
 def test_all_policies_are_lines_of_one_unit():
     found = best_first(planned(name) for name in ("all", "keep"))
-    largest = {"all": Largest(1 << 20, bounded=False), "keep": Largest(0)}
+    largest = {"all": LargestFit(1 << 20, bounded=False), "keep": LargestFit(0)}
     text = to_text(all_policies(found, largest=largest), width=110)
     lines = [line.split() for line in text.splitlines()]
     assert "sizes in MiB" in text

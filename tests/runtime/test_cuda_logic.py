@@ -27,7 +27,7 @@ from penstock.core.units import KIB
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Stage
 from penstock.runtime.cuda import link, pinned
-from penstock.runtime.cuda.lanes import Copy, Lane, start_daemon
+from penstock.runtime.cuda.lanes import Copy, CopyLane, start_daemon
 from penstock.runtime.cuda.tickets import Where
 from penstock.runtime.movers import RESTORED
 
@@ -986,7 +986,7 @@ def test_a_lane_whose_thread_cannot_be_told_its_device_answers_all_the_same(rig)
 
     rig.link.adopt_thread = refuse
     settings = {"recorder": rig.recorder, "inline": False, "start_thread": start_daemon}
-    lane = Lane(rig.link, DEVICE, "out", **settings)
+    lane = CopyLane(rig.link, DEVICE, "out", **settings)
     landed, there = queue.SimpleQueue(), bytearray(NBYTES)
     address = ctypes.addressof(ctypes.c_char.from_buffer(there))
     rig.link.synchronize = refuse

@@ -10,7 +10,7 @@ from offload_runs import session_in
 from pages_resident import resident_bytes
 from penstock.core.errors import NoSpaceError, PenstockWarning, TransferError
 from penstock.core.units import KIB, MIB
-from penstock.io.pages import Pages
+from penstock.io.pages import PageRange
 from penstock.observe.clients import SUSPENDED
 from penstock.runtime.cuda import pinned
 from penstock.runtime.cuda.tickets import Where
@@ -30,7 +30,7 @@ def rig():
 
 
 def resident(slab):
-    return resident_bytes(Pages(slab.arena.address, slab.arena.capacity_bytes))
+    return resident_bytes(PageRange(slab.arena.address, slab.arena.capacity_bytes))
 
 
 def test_a_slab_that_rests_holds_no_memory_and_has_it_back_at_the_same_place(rig):
@@ -112,7 +112,7 @@ def test_a_slab_asks_for_memory_of_the_node_of_its_device(monkeypatch):
     asked = []
 
     def prefer(address, nbytes, node):
-        asked.append((address, nbytes, node, resident_bytes(Pages(address, nbytes))))
+        asked.append((address, nbytes, node, resident_bytes(PageRange(address, nbytes))))
         return ""
 
     monkeypatch.setattr(pinned.numa, "prefer", prefer)

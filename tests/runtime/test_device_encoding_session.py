@@ -20,7 +20,7 @@ from penstock.runtime.cuda.encoding import DeviceEncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.encoding.worker import THREAD_NAME
 from penstock.runtime.reads import Reads
-from penstock.runtime.room import Room
+from penstock.runtime.room import Eviction
 
 BUDGET = "32MiB"
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 1e6, 1e6)
@@ -140,7 +140,7 @@ def full_once(link, monkeypatch):
 
 def test_a_device_without_memory_for_a_frame_makes_room(full_once, disk_path, monkeypatch):
     made = []
-    monkeypatch.setattr(Room, "make", lambda self, nbytes, **_: made.append(nbytes) or True)
+    monkeypatch.setattr(Eviction, "make", lambda self, nbytes, **_: made.append(nbytes) or True)
     with_us, session = run(disk_path, codec="zero-value")
     with_us.assert_same_bits(trained()[0])
     assert len(made) == 1

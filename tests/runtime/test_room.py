@@ -11,7 +11,7 @@ from penstock.core.units import MIB
 from penstock.observe.clock import RealClock
 from penstock.observe.recorder import Recorder
 from penstock.runtime.compute_time import ComputeTime
-from penstock.runtime.room import Room
+from penstock.runtime.room import Eviction
 from penstock.runtime.traffic import SAVED
 
 ARENA = "arena"
@@ -38,7 +38,7 @@ class Rig:
             ),
         )
         self.time = ComputeTime(RealClock(), timer)
-        self.room = Room(
+        self.room = Eviction(
             budget=self.budget,
             traffic=self.traffic,
             recorder=Recorder(),

@@ -15,7 +15,7 @@ from penstock.observe.clock import ManualClock
 from penstock.testing.engines import aligned
 from penstock.testing.tier_machine import assert_equal, read, write
 from penstock.tier import FaultyTier, ThrottledTier
-from penstock.tier.throttled import Channel, Turn
+from penstock.tier.throttled import ChannelTurn, ThrottledChannel
 
 MS = 1_000_000
 
@@ -49,10 +49,10 @@ class TestChannel:
     """Without threads, and by the clock on the wall of the test."""
 
     def turn(self, order, busy_ns, priority=Priority.PREFETCH, arrived_ns=0):
-        return Turn(Transfer(1), busy_ns, priority, order, arrived_ns)
+        return ChannelTurn(Transfer(1), busy_ns, priority, order, arrived_ns)
 
     def test_one_after_the_other(self):
-        channel = Channel()
+        channel = ThrottledChannel()
         turns = [self.turn(order, 10) for order in range(3)]
         for turn in turns:
             channel.add(turn)
@@ -64,14 +64,14 @@ class TestChannel:
         assert channel.next_ns() is None
 
     def test_who_looks_late_loses_no_time(self):
-        channel = Channel()
+        channel = ThrottledChannel()
         turns = [self.turn(order, 10) for order in range(3)]
         for turn in turns:
             channel.add(turn)
         assert channel.begin(1000) == [(10, turns[0]), (20, turns[1]), (30, turns[2])]
 
     def test_idle_time_is_gone(self):
-        channel = Channel()
+        channel = ThrottledChannel()
         channel.add(self.turn(0, 10))
         channel.begin(0)
         late = self.turn(1, 10, arrived_ns=50)
@@ -79,14 +79,14 @@ class TestChannel:
         assert channel.begin(50) == [(60, late)]
 
     def test_latencies_overlap(self):
-        channel = Channel(latency_ns=100)
+        channel = ThrottledChannel(latency_ns=100)
         turns = [self.turn(order, 10) for order in range(2)]
         for turn in turns:
             channel.add(turn)
         assert channel.begin(10) == [(110, turns[0]), (120, turns[1])]
 
     def test_demands_overtake_what_has_not_begun(self):
-        channel = Channel()
+        channel = ThrottledChannel()
         begun, waiting = self.turn(0, 10), self.turn(1, 10)
         demand = self.turn(2, 10, Priority.DEMAND)
         channel.add(begun)
@@ -96,7 +96,7 @@ class TestChannel:
         assert channel.begin(20) == [(20, demand), (30, waiting)]
 
     def test_promoted_and_withdrawn(self):
-        channel = Channel()
+        channel = ThrottledChannel()
         turns = [self.turn(order, 10) for order in range(4)]
         for turn in turns:
             channel.add(turn)

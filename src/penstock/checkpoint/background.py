@@ -43,7 +43,7 @@ _under_way: weakref.WeakSet[Saving] = weakref.WeakSet()
 """Those that may still read, and some that are over."""
 
 
-class Source(Region):
+class TensorSnapshot(Region):
     """A tensor's bytes; those of some pieces are copies of what they were."""
 
     def __init__(self, saving: Saving, region: Region, leaf: Leaf, file: int, start: int) -> None:
@@ -163,12 +163,12 @@ class Saving:
         self._budget_bytes = budget_bytes
         self._changed = condition()
         self._released = (0, 0)
-        self._reading: Source | None = None
+        self._reading: TensorSnapshot | None = None
         self._over = False
         self._saved: Saved | None = None
         self._error: BaseException | None = None
         self._fresh = Fresh()
-        self._all: list[Source] = []
+        self._all: list[TensorSnapshot] = []
         regions = self._sources(prepared)
         unsteady = [
             each for each in self._all if each.storage not in steady or not each.has_version
@@ -214,7 +214,7 @@ class Saving:
         self._let_change(self._all)  # hooks stay until wait(): torch is going through them now
         self.stall_s += time.perf_counter() - start
 
-    def _let_change(self, sources: Sequence[Source]) -> None:
+    def _let_change(self, sources: Sequence[TensorSnapshot]) -> None:
         """See [Note: copy at the boundary]."""
         needed = self._copy_from_the_end(sources)
         mine = frozenset(map(id, sources))
@@ -222,7 +222,7 @@ class Saving:
             while not self._over and (self._released < needed or id(self._reading) in mine):
                 self._changed.wait()
 
-    def _copy_from_the_end(self, sources: Sequence[Source]) -> tuple[int, int]:
+    def _copy_from_the_end(self, sources: Sequence[TensorSnapshot]) -> tuple[int, int]:
         """Up to where the tensors must have been read by the thread that writes."""
         for source in reversed(sources):
             for piece in reversed(range(source.pieces)):
@@ -247,7 +247,7 @@ class Saving:
 
     # -- for the thread that writes -------------------------------------------------------------------
 
-    def reads(self, source: Source, piece: int) -> Region | None:
+    def reads(self, source: TensorSnapshot, piece: int) -> Region | None:
         """A copy to be read in place of the tensor; None: the tensor is read, until ``has_read``."""
         with self._changed:
             copy = source.copy_of(piece)
@@ -295,7 +295,7 @@ class Saving:
             header, *others = plan.regions(prepared.leaves)
             file: list[tuple[int, Region]] = [header]
             for index, (offset, region) in zip(members, others, strict=True):
-                source = Source(self, region, prepared.leaves[index], number, offset)
+                source = TensorSnapshot(self, region, prepared.leaves[index], number, offset)
                 self._all.append(source)
                 file.append((offset, source))
             made.append(file)

@@ -6,7 +6,7 @@ import ctypes
 
 from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.manifest import FileEntry
-from penstock.checkpoint.streams import Outbound, digest
+from penstock.checkpoint.streams import BlockWrites, digest
 from penstock.io.arena import Block
 from penstock.io.engine import Transfer
 from penstock.io.files import DirectFile
@@ -23,7 +23,7 @@ class Blocks:
 
     def __init__(
         self,
-        out: Outbound,
+        out: BlockWrites,
         block_bytes: int,
         header_bytes: int,
         file: DirectFile | None,
@@ -109,7 +109,7 @@ class Blocks:
         self.differs |= index >= len(self._known) or self._known[index] != found
 
 
-def agrees(body: EncodedBody, out: Outbound, block_bytes: int, known: FileEntry) -> bool:
+def agrees(body: EncodedBody, out: BlockWrites, block_bytes: int, known: FileEntry) -> bool:
     """Return whether a file with encoded tensors is known, by its checksums; nothing is written.
 
     Args:

@@ -48,8 +48,8 @@ from penstock.checkpoint.leaves import Leaves
 from penstock.checkpoint.manifest import FileEntry, TensorEntry
 from penstock.checkpoint.moves import Region
 from penstock.checkpoint.packing import pack
-from penstock.checkpoint.reading import Opened
-from penstock.checkpoint.store import Store
+from penstock.checkpoint.reading import OpenCheckpoint
+from penstock.checkpoint.store import CheckpointStore
 from penstock.checkpoint.streams import Buffers
 from penstock.checkpoint.values import FormError, Json, Path, decode, encode, shown, whole
 from penstock.checkpoint.writing import FilesWriter
@@ -77,7 +77,9 @@ class _Stored:
 class DcpWriter(StorageWriter):
     """Writer for ``torch.distributed.checkpoint.save``."""
 
-    def __init__(self, path: str | os.PathLike[str], *, store: Store | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, store: CheckpointStore | None = None
+    ) -> None:
         """Touch nothing yet.
 
         Args:
@@ -85,7 +87,7 @@ class DcpWriter(StorageWriter):
             store: How it is made; for tests.
         """
         self._path = absolute_path(path, "the checkpoint")
-        self._store = Store() if store is None else store
+        self._store = CheckpointStore() if store is None else store
         self._claimed: ExitStack | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -204,7 +206,9 @@ class DcpWriter(StorageWriter):
 class DcpReader(StorageReader):
     """Reader for ``torch.distributed.checkpoint.load``."""
 
-    def __init__(self, path: str | os.PathLike[str], *, store: Store | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, store: CheckpointStore | None = None
+    ) -> None:
         """Touch nothing yet.
 
         Args:
@@ -212,7 +216,7 @@ class DcpReader(StorageReader):
             store: How it is read; for tests.
         """
         self._path = absolute_path(path, "the checkpoint")
-        self._store = Store() if store is None else store
+        self._store = CheckpointStore() if store is None else store
         self._places: Mapping[MetadataIndex, int] = {}
         self._values: Mapping[str, Json] = {}
 
@@ -223,7 +227,7 @@ class DcpReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         """Read the metadata. Raises DamagedError, or CheckpointError if DCP did not write it."""
-        with Opened(self._path, self._store.disk) as opened:
+        with OpenCheckpoint(self._path, self._store.disk) as opened:
             manifest = opened.manifest
         try:
             return _metadata(manifest.state[_KEY], manifest.tensors)
@@ -249,7 +253,7 @@ class DcpReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items, proven block by block. Raises as :func:`penstock.checkpoint.load`."""
-        with Opened(self._path, self._store.disk) as opened:
+        with OpenCheckpoint(self._path, self._store.disk) as opened:
             files: dict[int, list[tuple[ReadItem, TensorEntry]]] = {}
             for item in plan.items:
                 if item.type is LoadItemType.BYTE_IO:
@@ -268,7 +272,10 @@ class DcpReader(StorageReader):
 
 
 def _read_file(
-    opened: Opened, index: int, members: list[tuple[ReadItem, TensorEntry]], planner: LoadPlanner
+    opened: OpenCheckpoint,
+    index: int,
+    members: list[tuple[ReadItem, TensorEntry]],
+    planner: LoadPlanner,
 ) -> None:
     """A chunk that goes whole to one place is read there; any other by way of memory of its own."""
     asked: dict[int, int] = {}

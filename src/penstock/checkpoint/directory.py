@@ -26,9 +26,9 @@ from penstock.checkpoint.listeners import is_wanted, listeners
 from penstock.checkpoint.listing import Info, info_of, listing, name_of_step, steps_in
 from penstock.checkpoint.parts import frozen_in, optimizers_in, tensors_in
 from penstock.checkpoint.prepared import Prepared
-from penstock.checkpoint.room import Room
+from penstock.checkpoint.room import SaveBuffers
 from penstock.checkpoint.spare import SPARE, retire
-from penstock.checkpoint.store import Saved, Store
+from penstock.checkpoint.store import CheckpointStore, Saved
 from penstock.checkpoint.streams import BUFFERS_BYTES
 from penstock.checkpoint.values import Json
 from penstock.core.errors import (
@@ -86,7 +86,7 @@ class Checkpointer:
         codec: str | None = None,
         memory: int | str = "64MiB",
         reuse: bool = True,
-        store: Store | None = None,
+        store: CheckpointStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Lock the directory, which is made if need be, and remove what dead writers left.
@@ -126,8 +126,8 @@ class Checkpointer:
         self._interval = None if overhead is None else Interval(overhead)
         self._incremental = incremental
         self._encoder = None if codec is None else Encoder(codec)
-        self._store = Store() if store is None else store
-        self._room = Room.within(parse_bytes(memory, what="memory"), self._store.block_bytes)
+        self._store = CheckpointStore() if store is None else store
+        self._room = SaveBuffers.within(parse_bytes(memory, what="memory"), self._store.block_bytes)
         self._reuse = reuse and not incremental
         self._clock = clock
         self._saving: tuple[Saving, float] | None = None  # and what its stall was when it had begun

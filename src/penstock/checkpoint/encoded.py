@@ -18,7 +18,7 @@ from penstock.codec.base import HEADER_BYTES, Bytes
 from penstock.core.units import round_up
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """A stretch of a file, valid until the next one is asked for.
 
     Attributes:
@@ -79,7 +79,7 @@ class EncodedBody:
             longest.get(leaf.name, leaf.nbytes) for leaf in self._leaves
         )
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[FileSpan]:
         """All of it but the header, in order. Raises CheckpointError if a tensor was changed."""
         offset = self.header_bytes
         for index, number in enumerate(self._numbers):
@@ -88,7 +88,7 @@ class EncodedBody:
             if region is not None:
                 for memory, end in self._made(index, region):
                     offset += memory.size
-                    yield Span(memory.ctypes.data, memory.size, start + end)
+                    yield FileSpan(memory.ctypes.data, memory.size, start + end)
             self._places[number] = begin, offset - begin if self._pays[index] else 0
 
     def enter(self, entries: list[TensorEntry]) -> None:

@@ -19,7 +19,7 @@ from penstock.checkpoint.manifest import TensorEntry
 from penstock.core.units import MIB, round_up
 from penstock.io.files import open_unlinked_buffered
 from penstock.io.mapping import PAGE_BYTES, Mapping
-from penstock.io.pages import Pages
+from penstock.io.pages import PageRange
 
 _CHUNK_BYTES: Final = 64 * MIB
 """Tensors share mappings of about this, which live as long as any of them."""
@@ -41,7 +41,7 @@ class Fresh:
         Args:
             directory: Where a file without a name may be; None: in memory.
         """
-        self.pages: list[Pages] = []
+        self.pages: list[PageRange] = []
         self._directory = directory
         self._chunk_bytes = 0
         self._left: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -69,7 +69,7 @@ class Fresh:
         memory, self._left = self._left[:nbytes], self._left[taken:]
         if self.pages:
             used = self._chunk_bytes - self._left.nbytes
-            self.pages[-1] = Pages(self.pages[-1].address, round_up(used, PAGE_BYTES))
+            self.pages[-1] = PageRange(self.pages[-1].address, round_up(used, PAGE_BYTES))
         return memory
 
     def _chunk(self, nbytes: int) -> Any:
@@ -77,7 +77,7 @@ class Fresh:
             return _mapped_file(self._directory, nbytes)
         mapping = Mapping(nbytes)
         memory = mapping.array(0, nbytes)
-        self.pages.append(Pages(mapping.address, 0))
+        self.pages.append(PageRange(mapping.address, 0))
         weakref.finalize(memory, _let_go, mapping).atexit = False
         return memory
 

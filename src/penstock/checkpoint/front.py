@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.checkpoint.reading import Health
-from penstock.checkpoint.store import Saved, Store
+from penstock.checkpoint.store import CheckpointStore, Saved
 from penstock.checkpoint.unchanged import Place
 from penstock.checkpoint.values import Json
 
@@ -48,7 +48,7 @@ def save(
         NoSpaceError: There is no room, seen before or met during the save; nothing is left of it.
         TransferError: The device refuses; the same.
     """
-    return Store().save(path, state, facts=facts, base=base, codec=codec)
+    return CheckpointStore().save(path, state, facts=facts, base=base, codec=codec)
 
 
 def load(path: str | os.PathLike[str], into: object = None, *, partial: bool = False) -> Any:
@@ -74,12 +74,12 @@ def load(path: str | os.PathLike[str], into: object = None, *, partial: bool = F
         CheckpointError: There is none.
         TransferError: The device refuses.
     """
-    return Store().load(path, into, partial=partial)
+    return CheckpointStore().load(path, into, partial=partial)
 
 
 def verify(path: str | os.PathLike[str]) -> Health:
     """Read a checkpoint, and say what is damaged. Raises TransferError if the device refuses."""
-    return Store().verify(path)
+    return CheckpointStore().verify(path)
 
 
 def unchanged(path: str | os.PathLike[str], state: object) -> list[Place]:
@@ -95,4 +95,4 @@ def unchanged(path: str | os.PathLike[str], state: object) -> list[Place]:
     Raises:
         CheckpointError: As ``save`` and ``load``.
     """
-    return Store().unchanged(path, state)
+    return CheckpointStore().unchanged(path, state)

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from penstock.checkpoint.disk import NO_DIRECTORY, Directory, Disk, failed, is_still, lock
 from penstock.checkpoint.manifest import FILE_NAME
-from penstock.checkpoint.reading import Opened
+from penstock.checkpoint.reading import OpenCheckpoint
 from penstock.checkpoint.spare import sort_out, take
 from penstock.core.errors import (
     CheckpointError,
@@ -191,7 +191,7 @@ def check_only_ours(path: str) -> None:
     except OSError as error:
         raise failed("list", path, error) from error
     if others:  # or files of another writer, which the manifest names
-        with suppress(PenstockError), Opened(path) as opened:
+        with suppress(PenstockError), OpenCheckpoint(path) as opened:
             named = {each.name for each in opened.manifest.files}
             others = [name for name in others if name not in named]
     if others:

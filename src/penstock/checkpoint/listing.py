@@ -11,7 +11,7 @@ from typing import Final
 
 from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import Manifest
-from penstock.checkpoint.reading import Opened
+from penstock.checkpoint.reading import OpenCheckpoint
 from penstock.checkpoint.spare import SPARE, held_bytes, is_there
 from penstock.checkpoint.values import Json
 from penstock.core.errors import CheckpointError, PenstockError, TransferError
@@ -91,7 +91,7 @@ def spare_bytes(directory: str | os.PathLike[str]) -> int:
 def info_of(step: int, path: str) -> Info:
     """Describe one checkpoint."""
     try:
-        with Opened(path) as opened:
+        with OpenCheckpoint(path) as opened:
             manifest: Manifest = opened.manifest
             return Info(step=step, path=path, nbytes=manifest.nbytes, facts=manifest.facts)
     except PenstockError as error:

@@ -17,7 +17,7 @@ import torch
 
 from penstock.checkpoint.leaves import is_plain
 from penstock.core.units import KIB, MIB
-from penstock.staging import PIECE_BYTES, Staging, Step, ready_event, staging_for
+from penstock.staging import PIECE_BYTES, CopyStep, Staging, ready_event, staging_for
 
 _STEP_BYTES: Final = 4 * MIB
 """Bytes copied at once of a tensor that is not contiguous."""
@@ -150,15 +150,17 @@ class OnDevice(Elsewhere):
     def _cut(self, start: int, stop: int) -> Iterator[_Span]:
         return (_Span(*each) for each in self._steps(start, stop, _STAGED_BYTES))
 
-    def _step_out(self, span: _Span, base: int) -> Step:
+    def _step_out(self, span: _Span, base: int) -> CopyStep:
         """The bytes go to where ``base`` says that the tensor's first byte would go."""
 
         def empty(piece: torch.Tensor) -> None:
             ctypes.memmove(base + span.low, self._inside(piece, span), span.nbytes)
 
-        return Step(self._piece_bytes(span), lambda piece: self._move(piece, span, out=True), empty)
+        return CopyStep(
+            self._piece_bytes(span), lambda piece: self._move(piece, span, out=True), empty
+        )
 
-    def _step_in(self, span: _Span, base: int, staging: Staging) -> Step:
+    def _step_in(self, span: _Span, base: int, staging: Staging) -> CopyStep:
         """The same the other way round."""
 
         def fill(piece: torch.Tensor) -> None:
@@ -167,7 +169,9 @@ class OnDevice(Elsewhere):
                 staging.synchronize()
             ctypes.memmove(self._inside(piece, span), base + span.low, span.nbytes)
 
-        return Step(self._piece_bytes(span), lambda piece: self._move(piece, span, out=False), fill)
+        return CopyStep(
+            self._piece_bytes(span), lambda piece: self._move(piece, span, out=False), fill
+        )
 
     def _move(self, piece: torch.Tensor, span: _Span, *, out: bool) -> None:
         flat = piece.view(self._tensor.dtype)

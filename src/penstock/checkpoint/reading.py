@@ -28,7 +28,7 @@ from penstock.io.engine import Engine
 from penstock.io.files import DirectFile, open_at
 
 
-class Opened:
+class OpenCheckpoint:
     """A checkpoint open for reading.
 
     Attributes:
@@ -56,7 +56,7 @@ class Opened:
             self.close()
             raise
 
-    def __enter__(self) -> Opened:
+    def __enter__(self) -> OpenCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ _OWN_BYTES: Final = 6 * MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class SaveBuffers:
     """The memory of one save, divided.
 
     Attributes:
@@ -26,7 +26,7 @@ class Room:
     copies_bytes: int
 
     @classmethod
-    def within(cls, memory_bytes: int, block_bytes: int) -> Room:
+    def within(cls, memory_bytes: int, block_bytes: int) -> SaveBuffers:
         """Divide what there is: buffers as for any save, three quarters at most, at least three blocks.
 
         More buffers would keep the device no busier, and copies spare the optimizer a wait.

@@ -32,7 +32,7 @@ from penstock.checkpoint.manifest import (
 )
 from penstock.checkpoint.packing import FILE_BYTES
 from penstock.checkpoint.prepared import Prepared, prepare
-from penstock.checkpoint.reading import Health, Opened, some
+from penstock.checkpoint.reading import Health, OpenCheckpoint, some
 from penstock.checkpoint.spare import held_bytes
 from penstock.checkpoint.streams import BUFFERS_BYTES, Buffers
 from penstock.checkpoint.targets import Targets
@@ -42,7 +42,7 @@ from penstock.checkpoint.writing import Base, FilesWriter, Watcher
 from penstock.core.errors import CheckpointError, DamagedError
 from penstock.core.files import absolute_path
 from penstock.io.engine import Engine
-from penstock.io.supply import Supply
+from penstock.io.supply import Prefault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Store:
+class CheckpointStore:
     """How checkpoints are made and read; the defaults are right but for tests.
 
     Attributes:
@@ -168,7 +168,7 @@ class Store:
         if base is None:
             yield None
             return
-        with Opened(absolute_path(base, "base"), self.disk) as opened:
+        with OpenCheckpoint(absolute_path(base, "base"), self.disk) as opened:
             usable = opened.manifest.block_bytes == self.block_bytes
             yield Base(opened.directory, opened.manifest) if usable else None
 
@@ -275,13 +275,13 @@ class Store:
             return self._load(absolute_path(path, "the checkpoint"), into, partial=partial)
 
     def _load(self, where: str, into: object, *, partial: bool) -> Any:
-        with Opened(where, self.disk) as opened:
+        with OpenCheckpoint(where, self.disk) as opened:
             targets = Targets(opened.manifest, partial=partial)
             state = opened.manifest.state
             made = targets.value(state, ()) if into is None else targets.bind(into, state)
             targets.differences.check(where)
             regions = targets.regions()
-            with self._engine() as engine, Supply(targets.new_memory):
+            with self._engine() as engine, Prefault(targets.new_memory):
                 try:
                     opened.read(regions, engine=engine)
                 except DamagedError as error:
@@ -295,7 +295,7 @@ class Store:
         """See :func:`penstock.checkpoint.verify`."""
         where = absolute_path(path, "the checkpoint")
         try:
-            with Opened(where, self.disk) as opened, self._engine() as engine:
+            with OpenCheckpoint(where, self.disk) as opened, self._engine() as engine:
                 damage = opened.verify(engine=engine)
                 return Health(where, opened.manifest.nbytes, tuple(map(str, damage)))
         except CheckpointError as error:
@@ -305,7 +305,7 @@ class Store:
         """See :func:`penstock.checkpoint.unchanged`."""
         where = absolute_path(path, "the checkpoint")
         prepared = self.prepare(state)
-        with Opened(where, self.disk) as opened:
+        with OpenCheckpoint(where, self.disk) as opened:
             manifest = opened.manifest
         return places(where, manifest, prepared)
 

@@ -182,7 +182,7 @@ def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * nbytes).from_address(address)
 
 
-class Outbound:
+class BlockWrites:
     """Blocks on their way to files. Not thread-safe."""
 
     def __init__(self, buffers: Buffers) -> None:

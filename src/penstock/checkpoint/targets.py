@@ -45,7 +45,7 @@ from penstock.checkpoint.values import (
 )
 from penstock.core.errors import CheckpointError
 from penstock.core.units import MIB
-from penstock.io.pages import Pages
+from penstock.io.pages import PageRange
 from penstock.optim import OnFlash
 
 _IN_MEMORY_BYTES: Final = 64 * MIB
@@ -122,7 +122,7 @@ class Targets:
         return found
 
     @property
-    def new_memory(self) -> list[Pages]:
+    def new_memory(self) -> list[PageRange]:
         """Return the memory of new tensors. It lives as long as they do."""
         return self._fresh.pages
 

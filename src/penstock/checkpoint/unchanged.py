@@ -15,7 +15,7 @@ from penstock.checkpoint.leaves import Leaf
 from penstock.checkpoint.manifest import FileEntry, Manifest, TensorEntry, blocks_of
 from penstock.checkpoint.packing import FilePlan
 from penstock.checkpoint.prepared import Prepared
-from penstock.checkpoint.streams import Buffers, Outbound, fill
+from penstock.checkpoint.streams import BlockWrites, Buffers, fill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ def _encoded(
     regions = plan.regions(prepared.leaves)
     body = EncodedBody(plan, prepared.leaves, regions, Encoder(codec))
     with Buffers(manifest.block_bytes) as buffers:
-        if not agrees(body, Outbound(buffers), manifest.block_bytes, entry):
+        if not agrees(body, BlockWrites(buffers), manifest.block_bytes, entry):
             return {}
     entries = list(prepared.entries)
     body.enter(entries)

@@ -19,7 +19,7 @@ from penstock.checkpoint.blocks import Blocks, agrees
 from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.manifest import FileEntry, Manifest, blocks_of
-from penstock.checkpoint.streams import Buffers, Outbound, Regions, fill
+from penstock.checkpoint.streams import BlockWrites, Buffers, Regions, fill
 from penstock.checkpoint.threads import all_at_once
 from penstock.core.errors import CheckpointError, TransferError
 from penstock.io.engine import Transfer
@@ -100,7 +100,7 @@ class FilesWriter:
         self._reused = set[str]()
         self._disk = disk
         self._directory = directory
-        self._out = Outbound(buffers)
+        self._out = BlockWrites(buffers)
         self._block_bytes = buffers.block_bytes
         self._base = base
         self._watcher: Watcher = _Nobody() if watcher is None else watcher

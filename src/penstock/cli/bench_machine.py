@@ -195,7 +195,7 @@ def host_machine() -> Machine:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Slowdown:
     """Speeds of a flash tier and of computing at the same time."""
 
     slower: float
@@ -209,7 +209,7 @@ def _slower(alone: float, beside: float) -> float:
     return min(alone, beside) if beside else alone
 
 
-def interference(directory: str, work: Callable[[float], float], seconds: float) -> Beside:
+def interference(directory: str, work: Callable[[float], float], seconds: float) -> Slowdown:
     """Measure the slowdown of ``work`` during continuous writes or reads of a flash tier.
 
     The transfers go through the tier, as in a session, since its checksums and threads use cores as well.
@@ -236,7 +236,7 @@ def interference(directory: str, work: Callable[[float], float], seconds: float)
                     after, took_s = tier.recorder.snapshot(), time.perf_counter() - begun
                 moved = after.flow(stage, "flash").nbytes - before.flow(stage, "flash").nbytes
                 rates[stage].append(moved / took_s)
-    return Beside(
+    return Slowdown(
         max(0.0, statistics.median(ratios) - 1),
         *(statistics.median(rates[stage]) for stage in (Stage.WRITE, Stage.READ)),
     )

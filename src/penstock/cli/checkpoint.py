@@ -16,8 +16,8 @@ from rich.table import Table
 
 from penstock.checkpoint.listing import listing, spare_bytes, steps_in
 from penstock.checkpoint.manifest import FILE_NAME, VERSION
-from penstock.checkpoint.reading import Opened
-from penstock.checkpoint.store import Store
+from penstock.checkpoint.reading import OpenCheckpoint
+from penstock.checkpoint.store import CheckpointStore
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import show, write_json, write_text
 from penstock.core.errors import CheckpointError
@@ -99,7 +99,7 @@ def _list(options: argparse.Namespace) -> int:
 
 def _info(options: argparse.Namespace) -> int:
     _check_is_one(options.path)
-    with Opened(options.path) as opened:
+    with OpenCheckpoint(options.path) as opened:
         manifest = opened.manifest
     parts: dict[str, _Part] = {}
     for tensor in manifest.tensors:
@@ -164,7 +164,7 @@ def _check_is_one(path: str) -> None:
 def _verify(options: argparse.Namespace) -> int:
     for path in options.path:
         _check_is_one(path)
-    found = [Store().verify(path) for path in options.path]
+    found = [CheckpointStore().verify(path) for path in options.path]
     if options.json:
         write_json(
             {"schema": 1, "checkpoints": [{**asdict(each), "ok": each.ok} for each in found]},

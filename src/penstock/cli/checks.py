@@ -47,7 +47,7 @@ _EXTRAS: Final = {
 }
 
 
-class Verdict(enum.StrEnum):
+class CheckStatus(enum.StrEnum):
     """Result of a check."""
 
     OK = "ok"
@@ -58,17 +58,17 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class DoctorCheck:
     """A checked thing and the result."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckStatus
     value: str
     advice: str = ""
     """Advice to the user; ``""`` if there is none."""
 
 
-def all_checks(directories: Iterable[str]) -> list[Check]:
+def all_checks(directories: Iterable[str]) -> list[DoctorCheck]:
     """Run all checks in the order of the layers: Python, memory, disks, GPU."""
     checks = [
         python(),
@@ -87,64 +87,66 @@ def all_checks(directories: Iterable[str]) -> list[Check]:
     return [*checks, gpu_direct(), extras()]
 
 
-def python() -> Check:
+def python() -> DoctorCheck:
     """Check the interpreter's version."""
     value = f"{platform.python_version()} on {platform.system()} {platform.release()}"
     if sys.version_info < LEAST_PYTHON:
-        return Check("python", Verdict.FAIL, value, "install Python 3.11 or later")
+        return DoctorCheck("python", CheckStatus.FAIL, value, "install Python 3.11 or later")
     if platform.system() != "Linux":
-        return Check("python", Verdict.FAIL, value, "Penstock's I/O needs Linux")
-    return Check("python", Verdict.OK, value)
+        return DoctorCheck("python", CheckStatus.FAIL, value, "Penstock's I/O needs Linux")
+    return DoctorCheck("python", CheckStatus.OK, value)
 
 
-def torch() -> Check:
+def torch() -> DoctorCheck:
     """Check that torch is installed and recent enough."""
     try:
         version: str = importlib.import_module("torch").__version__
     except Exception as error:  # noqa: BLE001  (a broken installation may fail in any way)
-        return Check("torch", Verdict.FAIL, f"{error}", "install torch 2.8 or later")
+        return DoctorCheck("torch", CheckStatus.FAIL, f"{error}", "install torch 2.8 or later")
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < LEAST_TORCH:
-        return Check("torch", Verdict.FAIL, version, "install torch 2.8 or later")
-    return Check("torch", Verdict.OK, version)
+        return DoctorCheck("torch", CheckStatus.FAIL, version, "install torch 2.8 or later")
+    return DoctorCheck("torch", CheckStatus.OK, version)
 
 
-def cuda() -> Check:
+def cuda() -> DoctorCheck:
     """Check which devices torch sees, and the driver."""
     try:
         lib: Any = importlib.import_module("torch")
     except Exception:  # noqa: BLE001
-        return Check("cuda", Verdict.WARN, "unknown, because torch is not usable")
+        return DoctorCheck("cuda", CheckStatus.WARN, "unknown, because torch is not usable")
     driver = system.nvidia_driver()
     if lib.cuda.is_available():
         found = [lib.cuda.get_device_properties(i) for i in range(lib.cuda.device_count())]
         devices = ", ".join(f"{each.name} ({format_bytes(each.total_memory)})" for each in found)
-        return Check("cuda", Verdict.OK, f"CUDA {lib.version.cuda}, driver {driver}: {devices}")
+        return DoctorCheck(
+            "cuda", CheckStatus.OK, f"CUDA {lib.version.cuda}, driver {driver}: {devices}"
+        )
     if driver is not None:
         built = lib.version.cuda or "none: a build for CPUs"
-        return Check(
+        return DoctorCheck(
             "cuda",
-            Verdict.WARN,
+            CheckStatus.WARN,
             f"driver {driver} is loaded, but torch sees no device (its CUDA: {built})",
             "install a build of torch for CUDA; check CUDA_VISIBLE_DEVICES",
         )
-    return Check("cuda", Verdict.OK, "no GPU: the device is host memory")
+    return DoctorCheck("cuda", CheckStatus.OK, "no GPU: the device is host memory")
 
 
 def numa_nodes(
     sysfs: Path = numa.SYSFS,
     allowed: Callable[[], frozenset[int] | None] = numa.allowed_nodes,
-) -> Check:
+) -> DoctorCheck:
     """Check the NUMA nodes of the GPUs, at which pinned memory is allocated."""
     count = numa.nodes(sysfs)
     if count == 1:
-        return Check("NUMA", Verdict.OK, "one node: all memory is equally near")
+        return DoctorCheck("NUMA", CheckStatus.OK, "one node: all memory is equally near")
     value = f"{count} nodes"
     try:
         lib: Any = importlib.import_module("torch")
         found = [lib.cuda.get_device_properties(i) for i in range(lib.cuda.device_count())]
     except Exception:  # noqa: BLE001  (torch, or its driver, is broken: other checks say so)
-        return Check("NUMA", Verdict.OK, value)
+        return DoctorCheck("NUMA", CheckStatus.OK, value)
     nodes = {}
     for number, each in enumerate(found):
         nodes[number] = numa.node_of(each, sysfs)
@@ -153,24 +155,26 @@ def numa_nodes(
     mine = allowed()
     away = [str(n) for n, node in nodes.items() if mine and node is not None and node not in mine]
     if not away:
-        return Check("NUMA", Verdict.OK, value)
-    return Check(
+        return DoctorCheck("NUMA", CheckStatus.OK, value)
+    return DoctorCheck(
         "NUMA",
-        Verdict.WARN,
+        CheckStatus.WARN,
         f"{value}; this process may not use the memory of GPU {', '.join(away)}'s node",
         "allow it that node (cpuset.mems of its cgroup), or use a GPU at its own node; otherwise copies"
         " cross the link between sockets",
     )
 
 
-def settings() -> list[Check]:
+def settings() -> list[DoctorCheck]:
     """List Penstock's environment variables, and check those that are set."""
     in_force, wrong = [], []
     for name, read in knobs.KNOBS.items():
         try:
             value = read()
         except ConfigError as error:
-            wrong.append(Check(name, Verdict.FAIL, str(error), "correct the variable, or unset it"))
+            wrong.append(
+                DoctorCheck(name, CheckStatus.FAIL, str(error), "correct the variable, or unset it")
+            )
             continue
         shown = format_bytes(int(value)) if read.__name__.endswith("_bytes") else f"{value}"
         source = "environment" if os.environ.get(name) else "default"
@@ -178,24 +182,24 @@ def settings() -> list[Check]:
     for name in sorted(os.environ):
         if name.startswith("PENSTOCK_") and name not in knobs.KNOBS:
             text = f"{name}={os.environ[name]!r} has no effect: Penstock has no such variable"
-            wrong.append(Check(name, Verdict.WARN, text, "correct its name, or unset it"))
-    return [Check("settings", Verdict.OK, "\n".join(in_force)), *wrong]
+            wrong.append(DoctorCheck(name, CheckStatus.WARN, text, "correct its name, or unset it"))
+    return [DoctorCheck("settings", CheckStatus.OK, "\n".join(in_force)), *wrong]
 
 
-def huge_pages(path: Path = system.HUGE_PAGES) -> Check:
+def huge_pages(path: Path = system.HUGE_PAGES) -> DoctorCheck:
     """Check that the kernel gives 2 MiB pages on request."""
     mode = system.huge_page_mode(path)
     advice = f"as root: echo madvise > {path}; without it reads are up to three times slower"
     if mode is None:
-        return Check(
-            "huge pages", Verdict.WARN, "not supported by the kernel", "use another kernel"
+        return DoctorCheck(
+            "huge pages", CheckStatus.WARN, "not supported by the kernel", "use another kernel"
         )
     if mode == "never":
-        return Check("huge pages", Verdict.WARN, mode, advice)
-    return Check("huge pages", Verdict.OK, mode)
+        return DoctorCheck("huge pages", CheckStatus.WARN, mode, advice)
+    return DoctorCheck("huge pages", CheckStatus.OK, mode)
 
 
-def arena_pages() -> Check:
+def arena_pages() -> DoctorCheck:
     """Check that memory for transfers really consists of huge pages."""
     arena = Arena(_ARENA_BYTES)
     block = arena.allocate(_ARENA_BYTES)
@@ -204,30 +208,32 @@ def arena_pages() -> Check:
     block.free()
     arena.close()
     if huge is None:
-        return Check("buffers", Verdict.WARN, "unknown, because /proc/self/smaps cannot be read")
+        return DoctorCheck(
+            "buffers", CheckStatus.WARN, "unknown, because /proc/self/smaps cannot be read"
+        )
     value = f"{format_bytes(huge)} of {format_bytes(_ARENA_BYTES)} in huge pages"
     if huge < _ARENA_BYTES // 2:
         advice = "see `huge pages`; if that is ok, memory is fragmented: free some, or reboot"
-        return Check("buffers", Verdict.WARN, value, advice)
-    return Check("buffers", Verdict.OK, value)
+        return DoctorCheck("buffers", CheckStatus.WARN, value, advice)
+    return DoctorCheck("buffers", CheckStatus.OK, value)
 
 
-def torch_pages(path: Path = system.HUGE_PAGES) -> Check:
+def torch_pages(path: Path = system.HUGE_PAGES) -> DoctorCheck:
     """Check that torch requests huge pages for large CPU tensors."""
     name = "THP_MEM_ALLOC_ENABLE"
     if os.environ.get(name) == "1":
-        return Check("tensor pages", Verdict.OK, f"{name}=1")
+        return DoctorCheck("tensor pages", CheckStatus.OK, f"{name}=1")
     if system.huge_page_mode(path) == "always":
-        return Check("tensor pages", Verdict.OK, "the kernel always gives huge pages")
-    return Check(
+        return DoctorCheck("tensor pages", CheckStatus.OK, "the kernel always gives huge pages")
+    return DoctorCheck(
         "tensor pages",
-        Verdict.WARN,
+        CheckStatus.WARN,
         f"{name} is not set: large CPU tensors have 4 KiB pages",
         f"set {name}=1 before Python starts; `penstock run` does it itself",
     )
 
 
-def memory() -> Check:
+def memory() -> DoctorCheck:
     """Check the memory of the machine, and the limits of this process."""
     sizes = system.memory_sizes()
     total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
@@ -239,31 +245,31 @@ def memory() -> Check:
     if address_space != resource.RLIM_INFINITY:
         value += f"; address space is limited to {format_bytes(address_space)}"
         advice = "`ulimit -v unlimited`: buffers reserve more addresses than memory"
-        return Check("memory", Verdict.WARN, value, advice)
-    return Check("memory", Verdict.OK, value)
+        return DoctorCheck("memory", CheckStatus.WARN, value, advice)
+    return DoctorCheck("memory", CheckStatus.OK, value)
 
 
-def freed_memory(balloons: Path = system.BALLOONS) -> Check:
+def freed_memory(balloons: Path = system.BALLOONS) -> DoctorCheck:
     """Check whether memory that the process frees is slow to allocate again.
 
     A virtual machine with free page reporting returns memory that has been free for about a second to
     its host. Touching it again was measured to take fifty times as long as touching present memory.
     """
     if not system.reports_free_pages(balloons):
-        return Check("freed memory", Verdict.OK, "stays with this machine")
+        return DoctorCheck("freed memory", CheckStatus.OK, "stays with this machine")
     name = "MALLOC_TRIM_THRESHOLD_"
     if os.environ.get(name, "0").isdigit() and int(os.environ.get(name, "0")) >= GIB:
-        return Check("freed memory", Verdict.OK, f"{name} keeps it in the process")
-    return Check(
+        return DoctorCheck("freed memory", CheckStatus.OK, f"{name} keeps it in the process")
+    return DoctorCheck(
         "freed memory",
-        Verdict.WARN,
+        CheckStatus.WARN,
         "this virtual machine returns it to its host, so allocating it again is slow",
         f"for even step times, set {name} and MALLOC_MMAP_THRESHOLD_ to 4294967296 before Python"
         " starts; the process then keeps all memory that it has used",
     )
 
 
-def disk(directory: str) -> list[Check]:
+def disk(directory: str) -> list[DoctorCheck]:
     """Check a directory: whether it is usable, direct I/O, free space, and a rough bandwidth."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PenstockWarning)  # a check reports the same
@@ -271,34 +277,36 @@ def disk(directory: str) -> list[Check]:
             path = spill_directory(directory)
             return [direct_io(path), free_space(path), quick_bandwidth(path)]
         except ConfigError as error:  # of the directory, or of a variable that a check needs
-            return [Check(directory, Verdict.FAIL, str(error))]
+            return [DoctorCheck(directory, CheckStatus.FAIL, str(error))]
 
 
-def direct_io(path: str) -> Check:
+def direct_io(path: str) -> DoctorCheck:
     """Check whether transfers can bypass the page cache, and their alignment."""
     kind = filesystem_of(path).kind
     file = open_unlinked(path)
     direct, granule = file.direct, file.granule_bytes
     file.close()
     if direct:
-        return Check(f"{path}: direct I/O", Verdict.OK, f"{kind}, granule {granule} B")
+        return DoctorCheck(f"{path}: direct I/O", CheckStatus.OK, f"{kind}, granule {granule} B")
     buffered = knobs.buffered_io()
     advice = "unset PENSTOCK_BUFFERED_IO" if buffered else "name a directory on a local ext4 or xfs"
-    return Check(f"{path}: direct I/O", Verdict.WARN, f"none on {kind}: slower", advice)
+    return DoctorCheck(f"{path}: direct I/O", CheckStatus.WARN, f"none on {kind}: slower", advice)
 
 
-def free_space(path: str) -> Check:
+def free_space(path: str) -> DoctorCheck:
     """Check the free space for offloading."""
     free = free_space_bytes(path)
     name, value = f"{path}: free space", format_bytes(free)
     if free < knobs.slab_bytes():
-        return Check(name, Verdict.FAIL, value, "free some space, or name another directory")
+        return DoctorCheck(
+            name, CheckStatus.FAIL, value, "free some space, or name another directory"
+        )
     if free < LITTLE_SPACE_BYTES:
-        return Check(name, Verdict.WARN, value, "a large network offloads more than that")
-    return Check(name, Verdict.OK, value)
+        return DoctorCheck(name, CheckStatus.WARN, value, "a large network offloads more than that")
+    return DoctorCheck(name, CheckStatus.OK, value)
 
 
-def quick_bandwidth(path: str) -> Check:
+def quick_bandwidth(path: str) -> DoctorCheck:
     """Check the bandwidth as a session measures it before its first step, with a few ms of I/O."""
     name = f"{path}: bandwidth"
     try:
@@ -306,27 +314,29 @@ def quick_bandwidth(path: str) -> Check:
     except ConfigError:
         raise
     except PenstockError as error:
-        return Check(name, Verdict.FAIL, str(error), "free some space, or name another directory")
+        return DoctorCheck(
+            name, CheckStatus.FAIL, str(error), "free some space, or name another directory"
+        )
     write, read = machine.flash_write_bytes_per_s, machine.flash_read_bytes_per_s
     value = f"read {format_bandwidth(read)}, write {format_bandwidth(write)}"
     if min(write, read) < SLOW_BYTES_PER_S:
         advice = "name a directory on an NVMe SSD; `penstock bench io` measures longer"
-        return Check(name, Verdict.WARN, value, advice)
-    return Check(name, Verdict.OK, value)
+        return DoctorCheck(name, CheckStatus.WARN, value, advice)
+    return DoctorCheck(name, CheckStatus.OK, value)
 
 
-def gpu_direct(available: Callable[[], cufile.Availability] = cufile.available) -> Check:
+def gpu_direct(available: Callable[[], cufile.Availability] = cufile.available) -> DoctorCheck:
     """Check whether transfers between GPU and SSD could bypass host memory."""
     if system.nvidia_driver() is None:
-        return Check("GPU-direct", Verdict.OK, "not needed without a GPU")
+        return DoctorCheck("GPU-direct", CheckStatus.OK, "not needed without a GPU")
     found = available()
     if found:
-        return Check("GPU-direct", Verdict.OK, found.reason)
+        return DoctorCheck("GPU-direct", CheckStatus.OK, found.reason)
     advice = "optional: transfers go through host memory without it"
-    return Check("GPU-direct", Verdict.WARN, found.reason, advice)
+    return DoctorCheck("GPU-direct", CheckStatus.WARN, found.reason, advice)
 
 
-def extras() -> Check:
+def extras() -> DoctorCheck:
     """Check the packages that only parts of Penstock use."""
     there, missing = [], []
     for package, (module, extra) in _EXTRAS.items():
@@ -337,7 +347,7 @@ def extras() -> Check:
     value = ", ".join([*there, *(f"no {package}" for package, _ in missing)])
     wanted = ",".join(sorted({extra for _, extra in missing}))
     advice = f"for plots and the demonstration: pip install 'penstock[{wanted}]'" if missing else ""
-    return Check("optional", Verdict.OK, value, advice)
+    return DoctorCheck("optional", CheckStatus.OK, value, advice)
 
 
 def _probed(path: str) -> Machine:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import __version__
-from penstock.cli.checks import Check, Verdict, all_checks
+from penstock.cli.checks import CheckStatus, DoctorCheck, all_checks
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import show, write_json
 from penstock.core.files import given_paths
@@ -25,7 +25,7 @@ examples:
   penstock doctor --dir /nvme0/spill --dir /nvme1/spill --json
 
 The exit code is 0 if no check failed; a warning is not a failure."""
-_STYLES: Final = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+_STYLES: Final = {CheckStatus.OK: "green", CheckStatus.WARN: "yellow", CheckStatus.FAIL: "bold red"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,12 +57,12 @@ def execute(options: argparse.Namespace) -> int:
     return 0 if passed(checks) else 1
 
 
-def passed(checks: Sequence[Check]) -> bool:
+def passed(checks: Sequence[DoctorCheck]) -> bool:
     """Return whether no check failed."""
-    return all(check.verdict is not Verdict.FAIL for check in checks)
+    return all(check.verdict is not CheckStatus.FAIL for check in checks)
 
 
-def document(checks: Sequence[Check]) -> dict[str, Any]:
+def document(checks: Sequence[DoctorCheck]) -> dict[str, Any]:
     """Return the JSON document."""
     return {
         "schema": 1,
@@ -72,7 +72,7 @@ def document(checks: Sequence[Check]) -> dict[str, Any]:
     }
 
 
-def table(checks: Sequence[Check]) -> RenderableType:
+def table(checks: Sequence[DoctorCheck]) -> RenderableType:
     """Return a table with a line and advice for each check, and an overall verdict."""
     lines = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     lines.add_column("", no_wrap=True)
@@ -87,11 +87,11 @@ def table(checks: Sequence[Check]) -> RenderableType:
     return Group(lines, Text(), _conclusion(checks))
 
 
-def _conclusion(checks: Sequence[Check]) -> Text:
-    failed = sum(check.verdict is Verdict.FAIL for check in checks)
-    warned = sum(check.verdict is Verdict.WARN for check in checks)
+def _conclusion(checks: Sequence[DoctorCheck]) -> Text:
+    failed = sum(check.verdict is CheckStatus.FAIL for check in checks)
+    warned = sum(check.verdict is CheckStatus.WARN for check in checks)
     if failed:
-        return Text(f"{failed} failed, warnings: {warned}", style=_STYLES[Verdict.FAIL])
+        return Text(f"{failed} failed, warnings: {warned}", style=_STYLES[CheckStatus.FAIL])
     if warned:
-        return Text(f"Penstock works here; warnings: {warned}", style=_STYLES[Verdict.WARN])
-    return Text("Penstock works here", style=_STYLES[Verdict.OK])
+        return Text(f"Penstock works here; warnings: {warned}", style=_STYLES[CheckStatus.WARN])
+    return Text("Penstock works here", style=_STYLES[CheckStatus.OK])

@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 from penstock.cli import run
 from penstock.codec import registry
 from penstock.core.errors import ConfigError
-from penstock.jobs.description import Description, JobSpec, Machine
+from penstock.jobs.description import Description, JobsMachine, JobSpec
 
 _MANAGERS: Final = {
     "channel": "the manager sets it",
@@ -35,7 +35,7 @@ def check_options(description: Description) -> None:
             ) from error
 
 
-def _check(job: JobSpec, machine: Machine) -> None:
+def _check(job: JobSpec, machine: JobsMachine) -> None:
     parser = run.parser()
     known = f"known are {', '.join(_names(parser))}"
     found = _parsed(parser, [*job.options, *job.words], known)

@@ -16,15 +16,15 @@ from penstock import __version__
 from penstock.cli.command import add_common, formatter, size
 from penstock.cli.output import say, show, write_json
 from penstock.cli.plan_network import OPTIMIZER_COPIES
-from penstock.cli.plan_request import ALL, Request, check
+from penstock.cli.plan_request import ALL, PlanRequest, check
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, format_bytes, format_duration
 from penstock.plan import machines, policies
 from penstock.plan.plan import INFEASIBLE
 from penstock.plan.serial import encode_fields
-from penstock.report.outcome import Outcome, best_first, outcome
+from penstock.report.outcome import PolicyOutcome, best_first, outcome
 from penstock.report.plan_plot import plot_plan
-from penstock.report.plan_table import Largest, all_policies, one_policy
+from penstock.report.plan_table import LargestFit, all_policies, one_policy
 
 _EXAMPLES: Final = """\
 examples:
@@ -126,7 +126,7 @@ def execute(options: argparse.Namespace) -> int:
     return 0 if best.fits else 1
 
 
-def _largest(request: Request) -> dict[str, Largest]:
+def _largest(request: PlanRequest) -> dict[str, LargestFit]:
     """Return the largest batch of each policy; `auto` comes last, and starts from those of the others."""
     if request.search is None:
         return {}
@@ -134,14 +134,14 @@ def _largest(request: Request) -> dict[str, Largest]:
     return {name: request.search.of(name) for name in order}
 
 
-def _save(one: Outcome, path: str) -> None:
+def _save(one: PolicyOutcome, path: str) -> None:
     try:
         Path(path).write_text(one.plan.to_json() + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--save-plan: cannot write {path!r}: {error.strerror}") from error
 
 
-def _why_not(outcomes: Sequence[Outcome]) -> str:
+def _why_not(outcomes: Sequence[PolicyOutcome]) -> str:
     """Explain why the best of the plans does not fit, and which memory would suffice."""
     best = outcomes[0]
     whose = f"policy {best.policy}" if len(outcomes) == 1 else f"no policy fits; {best.policy}"
@@ -158,7 +158,7 @@ def _why_not(outcomes: Sequence[Outcome]) -> str:
     return f"{whose}: {why}{more * (f'at least {best.least_bytes} bytes' not in why)}"
 
 
-def _head(request: Request) -> Text:
+def _head(request: PlanRequest) -> Text:
     profile, budgets = request.profile, request.budgets
     batch = f", batch {request.batch_size}" if request.batch_size else ""
     line = Text(f"{request.subject.name}{batch}", style="bold")
@@ -188,9 +188,9 @@ def _head(request: Request) -> Text:
 
 
 def text(
-    request: Request,
-    outcomes: Sequence[Outcome],
-    largest: Mapping[str, Largest],
+    request: PlanRequest,
+    outcomes: Sequence[PolicyOutcome],
+    largest: Mapping[str, LargestFit],
     *,
     verbose: bool,
 ) -> RenderableType:
@@ -210,7 +210,7 @@ def text(
 
 
 def document(
-    request: Request, outcomes: Sequence[Outcome], largest: Mapping[str, Largest]
+    request: PlanRequest, outcomes: Sequence[PolicyOutcome], largest: Mapping[str, LargestFit]
 ) -> dict[str, Any]:
     """Return the JSON document."""
     profile = request.profile
@@ -237,7 +237,7 @@ def document(
     }
 
 
-def _facts(one: Outcome, largest: Largest | None, tbw_bytes: int | None) -> dict[str, Any]:
+def _facts(one: PolicyOutcome, largest: LargestFit | None, tbw_bytes: int | None) -> dict[str, Any]:
     found = asdict(one.replayed)
     del found["trace"], found["feasible"]
     for tier in ("host", "flash"):
@@ -260,6 +260,6 @@ def _facts(one: Outcome, largest: Largest | None, tbw_bytes: int | None) -> dict
     }
 
 
-def _title(request: Request, best: Outcome) -> str:
+def _title(request: PlanRequest, best: PolicyOutcome) -> str:
     batch = f", batch {request.batch_size}" if request.batch_size else ""
     return f"{request.subject.name}{batch}, policy {best.policy}, on {request.machine.name}"

@@ -16,7 +16,7 @@ from penstock.plan.check import peak_bytes
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.profile import Profile
 from penstock.plan.replay import replay
-from penstock.report.plan_table import Largest
+from penstock.report.plan_table import LargestFit
 
 MAX_BATCH: Final = 1 << 20
 """Largest batch that is tried."""
@@ -56,7 +56,7 @@ class LargestBatch:
             self._profiles[batch_size] = self._profile_of(batch_size)
         return self._profiles[batch_size]
 
-    def of(self, policy: str) -> Largest:
+    def of(self, policy: str) -> LargestFit:
         """Return the largest batch for which the policy's plan fits."""
         low, high, near, tried = 0, MAX_BATCH + 1, 1, 0
         trial = self._found if policy == "auto" and self._found else self._given
@@ -78,7 +78,7 @@ class LargestBatch:
             if not low < trial < high:
                 trial = (low + high) // 2
         self._found = max(self._found, low)
-        return Largest(low, bounded=low < MAX_BATCH)
+        return LargestFit(low, bounded=low < MAX_BATCH)
 
     def fits(self, policy: str, batch_size: int) -> bool:
         """Return True if the policy's plan for this batch fits."""

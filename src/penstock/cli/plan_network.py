@@ -25,7 +25,7 @@ _RETURNS: Final = "it returns (module, inputs), or (module, inputs, loss)"
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSetup:
     """Settings of training that its profile depends on."""
 
     machine: Machine
@@ -47,7 +47,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlannedNetwork:
     """The network or profile to plan for."""
 
     name: str
@@ -56,7 +56,7 @@ class Subject:
     profile: Profile | None = None
 
 
-def subject(text: str, training: Training, settings: Mapping[str, Any]) -> Subject:
+def subject(text: str, training: TrainingSetup, settings: Mapping[str, Any]) -> PlannedNetwork:
     """Find the network that the user names.
 
     Args:
@@ -71,12 +71,12 @@ def subject(text: str, training: Training, settings: Mapping[str, Any]) -> Subje
     path, colon, function = text.rpartition(":")
     if colon and path.endswith(".py"):
         _refuse_settings(settings, text)
-        return Subject(text, _from_function(path, function, training))
+        return PlannedNetwork(text, _from_function(path, function, training))
     if text.endswith(".py"):
         raise ConfigError(f"{text!r}: name a function in it, like {text}:build; {_RETURNS}")
     if text.endswith(".json"):
         _refuse_settings(settings, text)
-        return Subject(text, None, _read(text))
+        return PlannedNetwork(text, None, _read(text))
     importlib.import_module("penstock.lab.zoo").config(text, **settings)  # fails before any work
     dry = importlib.import_module("penstock.lab.dry")
 
@@ -85,7 +85,7 @@ def subject(text: str, training: Training, settings: Mapping[str, Any]) -> Subje
             profile: Profile = dry.dry_zoo_profile(text, batch, **training.settings, **settings)
         return profile
 
-    return Subject(text, profile_of)
+    return PlannedNetwork(text, profile_of)
 
 
 def parse_settings(words: list[str]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _read(path: str) -> Profile:
     return Profile.from_json(text, source=path)
 
 
-def _from_function(path: str, name: str, training: Training) -> Callable[[int], Profile]:
+def _from_function(path: str, name: str, training: TrainingSetup) -> Callable[[int], Profile]:
     build = _load(path, name)
     dry = importlib.import_module("penstock.lab.dry")
     torch = importlib.import_module("torch")

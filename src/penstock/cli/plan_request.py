@@ -9,7 +9,7 @@ from typing import Final
 
 from penstock.cli.paths import file_to_write, picture_to_write
 from penstock.cli.plan_batches import LargestBatch
-from penstock.cli.plan_network import Subject, Training, parse_settings, subject
+from penstock.cli.plan_network import PlannedNetwork, TrainingSetup, parse_settings, subject
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, parse_bandwidth, parse_bytes
 from penstock.plan import machines, policies
@@ -23,14 +23,14 @@ MAX_DATA_SHARE: Final = 0.9
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """A checked request for plans."""
 
-    subject: Subject
+    subject: PlannedNetwork
     batch_size: int | None
     machine: Machine
     """Machine whose flash is reduced by the reads of data loaders."""
-    training: Training
+    training: TrainingSetup
     budgets: Budgets
     policies: tuple[str, ...]
     tbw_bytes: int | None
@@ -45,7 +45,7 @@ class Request:
         return bool(self.profile.fixed_bytes or self.profile.transients)
 
 
-def check(options: argparse.Namespace) -> Request:
+def check(options: argparse.Namespace) -> PlanRequest:
     """Check every option before any work is done; then make the profile.
 
     Raises:
@@ -66,7 +66,7 @@ def check(options: argparse.Namespace) -> Request:
     if not every:
         policies.get(options.policy)
     _check_paths(options)
-    training = Training(machine, device, options.optimizer, options.autocast)
+    training = TrainingSetup(machine, device, options.optimizer, options.autocast)
     found = subject(options.network, training, parse_settings(options.set))
     batch_size, profile, search = options.batch, found.profile, None
     if profile is None:
@@ -80,7 +80,7 @@ def check(options: argparse.Namespace) -> Request:
         raise ConfigError(
             f"--batch: the profile {found.name!r} is of one batch; leave the option out"
         )
-    return Request(
+    return PlanRequest(
         subject=found,
         batch_size=batch_size,
         machine=machine,

@@ -13,7 +13,7 @@ from penstock import __version__
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import say, show, write_json
 from penstock.observe.summary_text import render
-from penstock.report.run_file import Run, read_run
+from penstock.report.run_file import FinishedRun, read_run
 
 _EXAMPLES: Final = """\
 examples:
@@ -62,7 +62,7 @@ def execute(options: argparse.Namespace) -> int:
     return 1
 
 
-def text(run: Run) -> RenderableType:
+def text(run: FinishedRun) -> RenderableType:
     """Return the text for the terminal."""
     notes = []
     if run.lost_events:
@@ -80,7 +80,7 @@ def text(run: Run) -> RenderableType:
     return Group(render(run.summary), *notes)
 
 
-def _beginning(run: Run) -> str:
+def _beginning(run: FinishedRun) -> str:
     """Return a warning about the missing part of a rotated log."""
     have = "include them" if run.complete else "do not include them"
     return (
@@ -90,7 +90,7 @@ def _beginning(run: Run) -> str:
     )
 
 
-def document(run: Run) -> dict[str, Any]:
+def document(run: FinishedRun) -> dict[str, Any]:
     """Return the JSON document."""
     return {
         "schema": 1,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError
-from penstock.lab.ssd.requests import Request
+from penstock.lab.ssd.requests import HostRequest
 from penstock.observe.clock import Clock, RealClock
 
 INTERRUPTED: Final = "interrupted"
@@ -62,7 +62,7 @@ class Pace:
     def __exit__(self, *_: object) -> None:
         self._restore()
 
-    def of(self, requests: Iterator[Request]) -> Iterator[Request]:
+    def of(self, requests: Iterator[HostRequest]) -> Iterator[HostRequest]:
         """Pass on the requests of one stream."""
         for request in requests:
             if self.stopped:

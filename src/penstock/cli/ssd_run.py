@@ -34,12 +34,12 @@ from penstock.lab.ssd import with_field
 from penstock.lab.ssd.aging import fill
 from penstock.lab.ssd.description import nearest
 from penstock.lab.ssd.drive import Drive
-from penstock.lab.ssd.measure import Latencies, Run
+from penstock.lab.ssd.measure import DriveRun, Latencies
 from penstock.lab.ssd.mqsim_flows import Scenario, read_workload
 from penstock.lab.ssd.mqsim_xml import is_mqsim
-from penstock.lab.ssd.requests import Request, Workload
+from penstock.lab.ssd.requests import HostRequest, Workload
 from penstock.lab.ssd.run_plot import plot_usage
-from penstock.lab.ssd.traces import Format, read_trace
+from penstock.lab.ssd.traces import TraceFormat, read_trace
 from penstock.observe.summary_text import percent
 from penstock.report.table import Row, side_by_side
 
@@ -80,7 +80,7 @@ def add_parser(what: Any) -> None:
     )  # fmt: skip
     made.add_argument(
         "--format",
-        choices=tuple(map(str, Format)),
+        choices=tuple(map(str, TraceFormat)),
         help="format of the trace (default: guessed from its first line)",
     )
     made.add_argument(
@@ -199,7 +199,7 @@ def _run(
     scenario: Scenario | None,
     pace: Pace,
     most: int | None,
-) -> Run:
+) -> DriveRun:
     if options.workload in _SYNTHETIC:
         workload = _synthetic(options, most or _REQUESTS)
         fill(drive.ftl, int(drive.ftl.user_pages * workload.filled))
@@ -224,8 +224,8 @@ def _run(
     if not 0 <= options.filled <= 1:
         raise ConfigError(f"--filled is {options.filled}; it must be a share from 0 to 1")
     fill(drive.ftl, int(drive.ftl.user_pages * options.filled))
-    kind = Format(options.format) if options.format else None
-    requests: Iterator[Request] = read_trace(path, drive.user_bytes, kind=kind)
+    kind = TraceFormat(options.format) if options.format else None
+    requests: Iterator[HostRequest] = read_trace(path, drive.user_bytes, kind=kind)
     return drive.serve(
         pace.of(islice(requests, most)), queue_depth=options.queue_depth, skip=options.skip
     )
@@ -286,7 +286,7 @@ def _hot(text: str) -> tuple[float, float]:
     return shares[0], shares[1]
 
 
-def document(run: Run, workload: str) -> dict[str, Any]:
+def document(run: DriveRun, workload: str) -> dict[str, Any]:
     """Return the JSON document."""
     plain = (
         *("device", "requests", "reads", "writes", "time_s", "iops", "bytes_per_s", "read_bytes"),
@@ -325,7 +325,7 @@ def _latency(each: Latencies) -> dict[str, float]:
     }
 
 
-def text(run: Run, workload: str) -> RenderableType:
+def text(run: DriveRun, workload: str) -> RenderableType:
     """Render a table for the terminal."""
 
     def latency(each: Latencies) -> str:
@@ -355,7 +355,7 @@ def text(run: Run, workload: str) -> RenderableType:
     return Group(side_by_side(title, ("simulated",), rows), Text(f"\n{run.events} events"))
 
 
-def _memory_rows(run: Run) -> list[Row]:
+def _memory_rows(run: DriveRun) -> list[Row]:
     """Return rows for a map on flash, and for a write cache."""
     rows: list[Row] = []
     if run.map_use is not None:

@@ -23,7 +23,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.units import format_duration
 from penstock.lab.ssd import Device, Placement, Step, Update, with_field
 from penstock.lab.ssd.plot import check_lines, plot_sweep
-from penstock.lab.ssd.simulated import Engine, simulate
+from penstock.lab.ssd.simulated import SimulationEngine, simulate
 from penstock.observe.summary_text import add_row, grid
 
 _MAX_DEVICES: Final = 100_000
@@ -78,7 +78,7 @@ def _execute(options: argparse.Namespace) -> int:
     if plot is not None:
         lines = math.prod(len(values) for _, values in fields[1:])
         check_lines(len(placements) * lines)
-    points = list(sweep(device, update, placements, fields, Engine(options.engine)))
+    points = list(sweep(device, update, placements, fields, SimulationEngine(options.engine)))
     if plot is not None:
         plot_sweep(device, update, [(point.fields, point.steps) for point in points], plot)
     if options.json:
@@ -93,7 +93,7 @@ def sweep(
     update: Update,
     placements: Sequence[Placement],
     fields: Sequence[tuple[str, Sequence[Any]]],
-    engine: Engine,
+    engine: SimulationEngine,
 ) -> Iterator[Point]:
     """Yield every combination of values, with the last field varying fastest.
 

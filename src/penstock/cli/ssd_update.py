@@ -23,14 +23,14 @@ from penstock.lab.ssd.description import nearest
 from penstock.lab.ssd.energy import Boundary
 from penstock.lab.ssd.optimizers import OPTIMIZERS
 from penstock.lab.ssd.plot import plot_steps
-from penstock.lab.ssd.simulated import Engine, simulate
+from penstock.lab.ssd.simulated import SimulationEngine, simulate
 from penstock.observe.summary_text import percent
 from penstock.report.table import Row, side_by_side
 
 _HOW: Final = {
-    Engine.CLOSED: "in closed form",
-    Engine.TIMELINE: "every operation on its timeline",
-    Engine.EVENTS: "event by event",
+    SimulationEngine.CLOSED: "in closed form",
+    SimulationEngine.TIMELINE: "every operation on its timeline",
+    SimulationEngine.EVENTS: "event by event",
 }
 _EXAMPLES: Final = """\
 examples:
@@ -118,7 +118,7 @@ def _execute(options: argparse.Namespace) -> int:
         ConfigError: An option is invalid, or the picture cannot be written.
     """
     device, update = device_of(options.device, options.set), update_of(options)
-    engine = Engine(options.engine)
+    engine = SimulationEngine(options.engine)
     plot = None if options.plot is None else picture_to_write(options.plot, "--plot")
     done = [simulate(device, update, each, engine) for each in placements_of(options.placement)]
     if plot is not None:
@@ -160,7 +160,7 @@ def placements_of(listed: str) -> tuple[Placement, ...]:
 
 
 def document(
-    device: Device, update: Update, done: Sequence[Step], engine: Engine
+    device: Device, update: Update, done: Sequence[Step], engine: SimulationEngine
 ) -> dict[str, Any]:
     """Return the JSON document."""
     return {
@@ -205,7 +205,9 @@ def placed(one: Step, first: Step) -> dict[str, Any]:
     }
 
 
-def text(device: Device, update: Update, done: Sequence[Step], engine: Engine) -> RenderableType:
+def text(
+    device: Device, update: Update, done: Sequence[Step], engine: SimulationEngine
+) -> RenderableType:
     """Render a table for the terminal."""
     first = done[0]
     rows = [

@@ -35,7 +35,7 @@ _FLOAT_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TransferWork:
     """Delay of computing by transfers in one direction."""
 
     transfer_s: float
@@ -43,9 +43,9 @@ class Work:
     per_byte_s: float
     """Additional delay by each byte."""
 
-    def beyond(self, known_s_per_byte: float) -> Work:
+    def beyond(self, known_s_per_byte: float) -> TransferWork:
         """Return the work that exceeds a known delay per byte."""
-        return Work(self.transfer_s, max(0.0, self.per_byte_s - known_s_per_byte))
+        return TransferWork(self.transfer_s, max(0.0, self.per_byte_s - known_s_per_byte))
 
     def __str__(self) -> str:
         """Format such as ``"120 µs and 0.05 ns/B"``."""
@@ -59,7 +59,7 @@ class _Step(NamedTuple):
     backward: float
 
 
-class Stack:
+class LayerStack:
     """A network of layers, each of which saves ``nbytes``."""
 
     def __init__(self, nbytes: int, layers: int) -> None:
@@ -83,7 +83,7 @@ class Stack:
         return _Step(turned - begun, ended - turned)
 
 
-def measure(directory: str, machine: Machine, seconds: float) -> tuple[Work, Work]:
+def measure(directory: str, machine: Machine, seconds: float) -> tuple[TransferWork, TransferWork]:
     """Measure the work of writes to a flash tier, and of reads from it.
 
     Args:
@@ -92,7 +92,7 @@ def measure(directory: str, machine: Machine, seconds: float) -> tuple[Work, Wor
         seconds: Total duration, approximately.
     """
     small, large = (
-        added_seconds(Stack(*size), directory, machine, seconds / 2) for size in (SMALL, LARGE)
+        added_seconds(LayerStack(*size), directory, machine, seconds / 2) for size in (SMALL, LARGE)
     )
     written, read = zip(small, large, strict=True)
     sizes = SMALL[0], LARGE[0]
@@ -100,7 +100,7 @@ def measure(directory: str, machine: Machine, seconds: float) -> tuple[Work, Wor
 
 
 def added_seconds(
-    stack: Stack, directory: str, machine: Machine, seconds: float
+    stack: LayerStack, directory: str, machine: Machine, seconds: float
 ) -> tuple[float, float]:
     """Measure the seconds that each write, and each read, of one stack adds to a step.
 
@@ -148,7 +148,7 @@ def _quick(steps: list[_Step]) -> _Step:
     return _Step(*(sorted(part)[len(part) // 4] for part in zip(*steps, strict=True)))
 
 
-def affine(more_s: tuple[float, float], sizes: tuple[int, int]) -> Work:
+def affine(more_s: tuple[float, float], sizes: tuple[int, int]) -> TransferWork:
     """Split the work into a part per transfer and a part per byte; neither is negative.
 
     Args:
@@ -159,8 +159,8 @@ def affine(more_s: tuple[float, float], sizes: tuple[int, int]) -> Work:
     per_byte_s = max(0.0, (large_s - small_s) / (large - small))
     transfer_s = small_s - per_byte_s * small
     if transfer_s < 0:
-        return Work(0.0, max(0.0, large_s / large))
-    return Work(transfer_s, per_byte_s)
+        return TransferWork(0.0, max(0.0, large_s / large))
+    return TransferWork(transfer_s, per_byte_s)
 
 
 def _moved(session: Session) -> list[int]:

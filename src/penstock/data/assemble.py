@@ -23,7 +23,7 @@ from penstock.data.decode import (
     raw_columns,
     samples_of,
 )
-from penstock.data.group import Group
+from penstock.data.group import SampleGroup
 from penstock.data.index import Index
 from penstock.data.sample import Decode, Sample
 
@@ -84,7 +84,7 @@ class Assembler:
         self._remote = processes > 0
         self._pool: Executor | None = None
 
-    def __call__(self, group: Group, rows: Sequence[int]) -> Any:
+    def __call__(self, group: SampleGroup, rows: Sequence[int]) -> Any:
         """A batch of some rows of a group, which may be freed then.
 
         Raises:
@@ -106,7 +106,7 @@ class Assembler:
             return value
         return value, labels[group.samples[where]].astype(np.int64)
 
-    def batches(self, group: Group, spans: Sequence[range]) -> list[Any]:
+    def batches(self, group: SampleGroup, spans: Sequence[range]) -> list[Any]:
         """Several batches, of rows that follow each other, at once; as each by itself would be.
 
         Where samples are arrays of one length they are copied together: what one of the batches refers
@@ -118,7 +118,7 @@ class Assembler:
         whole = self(group, range(start, spans[-1].stop))
         return [_part_of(whole, slice(rows.start - start, rows.stop - start)) for rows in spans]
 
-    def samples(self, group: Group, rows: Sequence[int]) -> list[Any]:
+    def samples(self, group: SampleGroup, rows: Sequence[int]) -> list[Any]:
         """Some rows, each by itself."""
         if self.columns is not None:
             return [self._one(group, row) for row in rows]
@@ -144,7 +144,7 @@ class Assembler:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
 
-    def _one(self, group: Group, row: int) -> Any:
+    def _one(self, group: SampleGroup, row: int) -> Any:
         columns = self.columns or ()
         (sample,) = samples_of(self._index, self._root, group, [row])
         values = {}
@@ -154,11 +154,11 @@ class Assembler:
         value = values if len(values) > 1 else next(iter(values.values()))
         return value if sample.label is None else (value, sample.label)
 
-    def _part(self, group: Group, rows: list[int]) -> list[Any]:
+    def _part(self, group: SampleGroup, rows: list[int]) -> list[Any]:
         assert self._decode is not None
         return _decode_all(self._decode, samples_of(self._index, self._root, group, rows))
 
-    def _in_processes(self, group: Group, parts: list[list[int]]) -> list[Any]:
+    def _in_processes(self, group: SampleGroup, parts: list[list[int]]) -> list[Any]:
         assert self._decode is not None
         jobs = []
         for rows in parts:

@@ -22,7 +22,7 @@ from penstock.core.errors import (
 from penstock.core.files import absolute_path, given_path
 from penstock.data.cache import make_directory
 from penstock.data.files import FileTable, list_files
-from penstock.data.formats import FORMATS, Format, Job, Progress
+from penstock.data.formats import FORMATS, Format, IndexingJob, Progress
 from penstock.data.index import Index
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -80,7 +80,7 @@ def open_index(
     if kept is not None:
         kept.files.check(root, names if listed else None)
         return Opened(root=root, index=kept, index_path=path, built=False)
-    job = Job(root=root, names=names, options=chosen, progress=progress, whole=listed)
+    job = IndexingJob(root=root, names=names, options=chosen, progress=progress, whole=listed)
     table = FileTable.of(root, names)
     try:
         index = found.build(job).build(table, chosen)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError, DatasetError, PenstockError
 from penstock.data.coded import check_mds, image_and_label, mds, row_group, told, webdataset
-from penstock.data.group import Group
+from penstock.data.group import SampleGroup
 from penstock.data.index import Index
 from penstock.data.permutation import Numbers
 from penstock.data.sample import Decode, Sample
@@ -82,7 +82,7 @@ class Column:
             )
         return loaded
 
-    def batch(self, group: Group, rows: Any, column: int, room: Room) -> Any:
+    def batch(self, group: SampleGroup, rows: Any, column: int, room: Room) -> Any:
         """The values of some rows, numbers or a slice: one array if they are alike, else a list.
 
         Args:
@@ -141,7 +141,7 @@ def gather(
         found[...] = pieces[offsets].view(stored).reshape(found.shape)
 
 
-def samples_of(index: Index, root: str, group: Group, rows: Sequence[int]) -> list[Sample]:
+def samples_of(index: Index, root: str, group: SampleGroup, rows: Sequence[int]) -> list[Sample]:
     """Rows of a group as samples."""
     runs = np.searchsorted(index.runs["first"], group.samples, side="right") - 1
     inside = group.samples - index.runs["first"][runs]
@@ -157,7 +157,7 @@ def samples_of(index: Index, root: str, group: Group, rows: Sequence[int]) -> li
     ]
 
 
-def _view(group: Group, row: int, column: int) -> memoryview | None:
+def _view(group: SampleGroup, row: int, column: int) -> memoryview | None:
     start, nbytes = int(group.offset[row, column]), int(group.nbytes[row, column])
     return None if nbytes < 0 else group.ring.bytes[start : start + nbytes].data
 

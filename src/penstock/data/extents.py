@@ -25,7 +25,7 @@ LONG_BYTES: Final = 4 * GAP_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Plan:
+class ReadPlan:
     """Ranges to read for some samples."""
 
     samples: Numbers
@@ -49,7 +49,7 @@ class Plan:
         return int(self.ranges.file[row])
 
 
-def plan_of(index: Index, samples: Numbers) -> Plan:
+def plan_of(index: Index, samples: Numbers) -> ReadPlan:
     """Which extents some samples need."""
     ranges = index.locate(samples)
     present = ranges.nbytes > 0
@@ -59,7 +59,7 @@ def plan_of(index: Index, samples: Numbers) -> Plan:
     file, begin, nbytes, of, apart = found
     extent = np.full(present.shape, -1, np.int64)
     extent[present] = of
-    return Plan(
+    return ReadPlan(
         samples=samples,
         ranges=ranges,
         file=file,

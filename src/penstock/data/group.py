@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.core.locks import Lock, defer
 from penstock.data.permutation import Numbers
-from penstock.data.ring import Ring, Span, Taken
+from penstock.data.ring import ByteRing, Span, Taken
 
 ALIGNED_BYTES: Final = 64
 """Alignment of torch's own memory: with another, kernels may compute other bits."""
@@ -20,7 +20,7 @@ LEAST_LENT_BYTES: Final = 16 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Group:
+class SampleGroup:
     """Samples in memory, until ``free``."""
 
     samples: Numbers
@@ -29,7 +29,7 @@ class Group:
     nbytes: Numbers
     """``[samples, fields]``; -1: the sample lacks the field."""
     file: Numbers
-    ring: Ring
+    ring: ByteRing
     taken: Taken
     lock: Lock
     lends: bool
@@ -62,7 +62,7 @@ class Group:
             self.ring.free(self.taken)
 
 
-def _give_back(lock: Lock, ring: Ring, taken: Taken, span: Span) -> None:
+def _give_back(lock: Lock, ring: ByteRing, taken: Taken, span: Span) -> None:
     if ring.guard.in_child:
         return  # the memory is the parent's, and another thread may have held the lock
     with lock:

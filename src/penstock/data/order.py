@@ -208,7 +208,7 @@ class Share:
         if self.tail not in _TAILS:
             raise ConfigError(f"tail {self.tail!r} is none of {', '.join(_TAILS)}")
 
-    def steps(self, samples: int, consumed: int) -> Iterator[Step]:
+    def steps(self, samples: int, consumed: int) -> Iterator[RankBatch]:
         """The steps of the rest of an epoch; of a worker, those that are its turn."""
         number = 0
         while (step := self._step(samples, consumed)) is not None:
@@ -221,23 +221,23 @@ class Share:
         whole, rest = divmod(max(0, samples - consumed), self.batch_size * self.world)
         return whole + (rest > 0 and self.tail != "drop")
 
-    def _step(self, samples: int, consumed: int) -> Step | None:
+    def _step(self, samples: int, consumed: int) -> RankBatch | None:
         left, wanted = samples - consumed, self.batch_size * self.world
         if left <= 0 or (left < wanted and self.tail == "drop"):
             return None
         if left >= wanted:
             start = consumed + self.rank * self.batch_size
-            return Step(start, start + self.batch_size, consumed + wanted)
+            return RankBatch(start, start + self.batch_size, consumed + wanted)
         if self.tail == "pad":
             each = -(-left // self.world)
             start = consumed + self.rank * each
-            return Step(start, start + each, samples)
+            return RankBatch(start, start + each, samples)
         start, stop = (consumed + left * of // self.world for of in (self.rank, self.rank + 1))
-        return Step(start, stop, samples)
+        return RankBatch(start, stop, samples)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RankBatch:
     """One batch of one rank."""
 
     start: int

@@ -19,7 +19,7 @@ from penstock.core.units import round_up
 from penstock.data.build import Opened
 from penstock.data.formats import Progress
 from penstock.data.formats.packed import HEADER_BYTES, SUFFIX, Tables, encode_header
-from penstock.data.group import Group
+from penstock.data.group import SampleGroup
 from penstock.data.index import ABSENT, Index
 from penstock.data.scan import scan
 from penstock.io.aio import default_engine
@@ -139,7 +139,7 @@ def _facts(index: Index, align: int) -> dict[str, Any]:
     }
 
 
-def _write_group(writer: _Writer, group: Group, tables: Tables, align: int) -> None:
+def _write_group(writer: _Writer, group: SampleGroup, tables: Tables, align: int) -> None:
     if group.bad:
         raise next(iter(group.bad.values()))
     for row, sample in enumerate(group.samples.tolist()):

@@ -24,9 +24,9 @@ from penstock.data.extents import GRANULE, LONG_BYTES
 from penstock.data.group import ALIGNED_BYTES, LEAST_LENT_BYTES
 from penstock.data.index import Index
 from penstock.data.order import Kind, Order, Share
-from penstock.data.rates import Rates
+from penstock.data.rates import DatasetRates
 from penstock.data.reader import GROUP_PART, Reader
-from penstock.data.ring import Ring
+from penstock.data.ring import ByteRing
 from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
 from penstock.io.engine import Engine
@@ -96,7 +96,7 @@ class Plant:
         self.memory_bytes = memory_bytes // sharers
         self.waiting_bytes = waiting_bytes
         self._index = opened.index
-        self.ring = Ring(self.room_beside(waiting_bytes))
+        self.ring = ByteRing(self.room_beside(waiting_bytes))
         self._own = default_engine(_DEPTH) if engine is None else None
         self.engine = engine if self._own is None else self._own
         assert self.engine is not None
@@ -217,7 +217,7 @@ def choose_order(
     seed: int,
     batch_size: int,
     world: int,
-    rates: Rates | None = None,
+    rates: DatasetRates | None = None,
 ) -> Order:
     """An order for so much memory.
 

@@ -32,7 +32,7 @@ _ROUNDS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
+class DatasetRates:
     """Of one data set on one device, in bytes of samples."""
 
     random_bytes_per_s: float
@@ -44,7 +44,7 @@ class Rates:
         return self.random_bytes_per_s >= FULL_SHARE * self.sequential_bytes_per_s
 
 
-def known_rates(opened: Opened) -> Rates | None:
+def known_rates(opened: Opened) -> DatasetRates | None:
     """Return rates measured before; None: there are none for this index that can be trusted."""
     if opened.index_path is None:
         return None
@@ -52,13 +52,13 @@ def known_rates(opened: Opened) -> Rates | None:
         found = parse_json(read_kept(_path(opened.index_path)))
         if found.pop("index") != _stamp(opened.index_path):
             return None
-        rates = Rates(**{name: float(value) for name, value in found.items()})
+        rates = DatasetRates(**{name: float(value) for name, value in found.items()})
     except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError):
         return None
     return rates if all(map(math.isfinite, astuple(rates))) else None
 
 
-def rates_of(opened: Opened, reader: Reader) -> Rates | None:
+def rates_of(opened: Opened, reader: Reader) -> DatasetRates | None:
     """Return rates measured before, or measure them now, in some 50 ms.
 
     Nothing may be under way. None: the set is small, or its file system has no direct I/O, so that memory
@@ -82,7 +82,7 @@ def rates_of(opened: Opened, reader: Reader) -> Rates | None:
         start = int(random.integers(0, samples - count + 1))
         times["random"].append(_time(reader, np.sort(random.integers(0, samples, count))))
         times["sequential"].append(_time(reader, np.arange(start, start + count)))
-    found = Rates(
+    found = DatasetRates(
         random_bytes_per_s=count * mean / min(times["random"]),
         sequential_bytes_per_s=count * mean / min(times["sequential"]),
     )
@@ -108,7 +108,7 @@ def _stamp(index_path: str) -> str:
     return f"{facts.st_size} {facts.st_mtime_ns}"
 
 
-def _keep(opened: Opened, rates: Rates) -> None:
+def _keep(opened: Opened, rates: DatasetRates) -> None:
     """A cache that cannot be written costs a probe each time."""
     if opened.index_path is None:
         return

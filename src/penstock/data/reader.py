@@ -3,7 +3,7 @@
 1. :meth:`Reader.plan`: which extents (:mod:`.extents`): pure.
 2. :meth:`Reader.start`: memory of the ring is taken, and the reads begin; None if there is no room now.
 3. :meth:`Pending.wait`: the samples have arrived; those that could not be read are in ``bad``.
-4. :meth:`Group.free`: whoever used the group has copied, or decoded, what it needs.
+4. :meth:`SampleGroup.free`: whoever used the group has copied, or decoded, what it needs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penstock.core.locks import Lock
 from penstock.core.process import fork_guard
 from penstock.core.units import format_bytes, round_up
 from penstock.data.build import Opened
-from penstock.data.extents import GRANULE, Plan, distinct, plan_of
-from penstock.data.group import Group
+from penstock.data.extents import GRANULE, ReadPlan, distinct, plan_of
+from penstock.data.group import SampleGroup
 from penstock.data.permutation import Numbers
-from penstock.data.ring import Ring, Taken
-from penstock.io.engine import Batch, Engine, Priority, Transfer
+from penstock.data.ring import ByteRing, Taken
+from penstock.io.engine import Engine, Priority, ReadBatch, Transfer
 from penstock.io.files import DirectFile, open_path
 from penstock.tier import checksums
 
@@ -71,7 +71,7 @@ class Reader:
     def __init__(
         self,
         opened: Opened,
-        ring: Ring,
+        ring: ByteRing,
         engine: Engine,
         *,
         verify: bool = True,
@@ -105,11 +105,11 @@ class Reader:
         """Return whether the first file is read past the page cache. Raises as ``start``."""
         return self._open(0).direct
 
-    def plan(self, samples: Numbers) -> Plan:
+    def plan(self, samples: Numbers) -> ReadPlan:
         """Which extents some samples need."""
         return plan_of(self.opened.index, samples)
 
-    def start(self, plan: Plan) -> Pending | None:
+    def start(self, plan: ReadPlan) -> Pending | None:
         """Begin to read; None: the ring has no room now.
 
         Raises:
@@ -136,7 +136,7 @@ class Reader:
                 self.ring.free(places[1])
             raise
 
-    def read(self, samples: Numbers, policy: Policy) -> Group:
+    def read(self, samples: Numbers, policy: Policy) -> SampleGroup:
         """Read samples and wait for them; raises as ``start`` and ``Pending.wait``."""
         pending = self.start(self.plan(samples))
         assert pending is not None, "who reads one group at a time finds the ring empty"
@@ -151,7 +151,7 @@ class Reader:
             self.lends = False
             self.ring.renew()
 
-    def too_small(self, plan: Plan) -> BudgetError:
+    def too_small(self, plan: ReadPlan) -> BudgetError:
         """The error that these samples do not fit."""
         totals = np.maximum(plan.ranges.nbytes, 0).sum(axis=1)
         row = int(totals.argmax())
@@ -172,9 +172,9 @@ class Reader:
         """Close the files. Nothing may be under way."""
         self._files.clear()
 
-    def _start(self, plan: Plan, offsets: Numbers, taken: Taken) -> Pending:
+    def _start(self, plan: ReadPlan, offsets: Numbers, taken: Taken) -> Pending:
         base = np.append(offsets - plan.begin, 0)  # the last: of a range without bytes
-        group = Group(
+        group = SampleGroup(
             samples=plan.samples,
             offset=np.where(plan.extent < 0, 0, plan.ranges.offset + base[plan.extent]),
             nbytes=plan.ranges.nbytes,
@@ -191,7 +191,7 @@ class Reader:
         batch = self._batch(plan.file, plan.begin, plan.nbytes, self.ring.address + offsets)
         return Pending(self, plan, group, batch, self._engine.submit_batch(batch))
 
-    def _batch(self, file: Numbers, begin: Numbers, nbytes: Numbers, address: Numbers) -> Batch:
+    def _batch(self, file: Numbers, begin: Numbers, nbytes: Numbers, address: Numbers) -> ReadBatch:
         """Long extents are cut into entries."""
         pieces = -(-nbytes // ENTRY_BYTES)
         of = np.repeat(np.arange(len(nbytes)), pieces)
@@ -200,7 +200,7 @@ class Reader:
         length = np.minimum(nbytes[of] - skip, ENTRY_BYTES)
         numbers, which = distinct(file)
         sizes = self.opened.index.files.sizes[file[of]]
-        return Batch(
+        return ReadBatch(
             files=[self._open(int(number)) for number in numbers],
             which=which[of],
             offset_bytes=begin[of] + skip,
@@ -229,7 +229,7 @@ class Reader:
 
     # -- for what is pending ----------------------------------------------------------------------
 
-    def _ask_again(self, plan: Plan, group: Group, batch: Batch) -> None:
+    def _ask_again(self, plan: ReadPlan, group: SampleGroup, batch: ReadBatch) -> None:
         """Of extents that failed, each sample by itself: one that is bad is not to take others along."""
         spans = [
             (int(batch.address[e]), int(batch.address[e] + batch.nbytes[e])) for e in batch.errors
@@ -242,7 +242,7 @@ class Reader:
                 if any(start < high and stop > low for low, high in spans):
                     self._ask_for(plan, group, row, int(column))
 
-    def _ask_for(self, plan: Plan, group: Group, row: int, column: int) -> None:
+    def _ask_for(self, plan: ReadPlan, group: SampleGroup, row: int, column: int) -> None:
         offset, nbytes = int(plan.ranges.offset[row, column]), int(group.nbytes[row, column])
         begin = offset // GRANULE * GRANULE
         length = -(-(offset + nbytes) // GRANULE) * GRANULE - begin
@@ -255,7 +255,7 @@ class Reader:
             failure.add_note(f"reading {where}")
             group.bad[row] = failure
 
-    def _check_sums(self, group: Group) -> None:
+    def _check_sums(self, group: SampleGroup) -> None:
         if not self._verify:
             return
         sums = self.opened.index.sums[group.samples]
@@ -283,9 +283,9 @@ class Pending:
     def __init__(
         self,
         reader: Reader,
-        plan: Plan,
-        group: Group,
-        batch: Batch | None,
+        plan: ReadPlan,
+        group: SampleGroup,
+        batch: ReadBatch | None,
         transfer: Transfer | None,
     ) -> None:
         """For the reader."""
@@ -312,7 +312,7 @@ class Pending:
         if self._transfer is not None:
             self._transfer.promote(Priority.DEMAND)
 
-    def wait(self, policy: Policy, *, urgent: bool = True) -> Group:
+    def wait(self, policy: Policy, *, urgent: bool = True) -> SampleGroup:
         """Wait until all has arrived.
 
         Args:

@@ -38,7 +38,7 @@ class Taken:
         self.holds = 1
 
 
-class Ring:
+class ByteRing:
     """A ring of bytes.
 
     Attributes:

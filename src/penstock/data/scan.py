@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from penstock.data.build import Opened
-from penstock.data.group import Group
+from penstock.data.group import SampleGroup
 from penstock.data.plant import Plant
 from penstock.data.reader import Pending
 
@@ -20,8 +20,8 @@ MEMORY_BYTES: Final = 64 << 20
 
 def scan(
     opened: Opened, *, memory_bytes: int = MEMORY_BYTES, verify: bool = True
-) -> Iterator[Group]:
-    """Groups of samples; each is freed when the next is asked for. Bad samples are in ``Group.bad``.
+) -> Iterator[SampleGroup]:
+    """Groups of samples; each is freed when the next is asked for. Bad samples are in ``SampleGroup.bad``.
 
     Raises:
         BudgetError: A record does not fit.

@@ -25,9 +25,9 @@ import numpy as np
 from penstock.core.locks import condition
 from penstock.data.assemble import Assembler
 from penstock.data.depth import Depth
-from penstock.data.extents import Plan, distinct
-from penstock.data.group import Group
-from penstock.data.order import Epoch, Step
+from penstock.data.extents import ReadPlan, distinct
+from penstock.data.group import SampleGroup
+from penstock.data.order import Epoch, RankBatch
 from penstock.data.reader import GROUP_PART, Pending, Policy, Reader
 from penstock.observe.clock import Clock, RealClock
 
@@ -60,7 +60,7 @@ class Tally:
 class Delivery:
     """One batch."""
 
-    step: Step
+    step: RankBatch
     value: Any
     """None: no sample of it could be read."""
     samples: int
@@ -69,7 +69,7 @@ class Delivery:
 
 @dataclass(slots=True)
 class _Fetch:
-    steps: list[Step]
+    steps: list[RankBatch]
     pending: Pending
     begun_ns: int
     arrived_ns: int = 0
@@ -82,7 +82,7 @@ class Stream:
         self,
         reader: Reader,
         epoch: Epoch,
-        steps: Iterator[Step],
+        steps: Iterator[RankBatch],
         assemble: Assembler,
         *,
         depth: Depth,
@@ -119,8 +119,8 @@ class Stream:
         self._error: BaseException | None = None
         self._over = self._stopping = False
         self._fetches = deque[_Fetch]()
-        self._next_step: Step | None = next(steps, None)
-        self._candidate: tuple[list[Step], Plan] | None = None
+        self._next_step: RankBatch | None = next(steps, None)
+        self._candidate: tuple[list[RankBatch], ReadPlan] | None = None
         self._under_way = 0
         self._awaited: Pending | None = None  # by the thread of the stream
         self._waiting = False  # whoever takes, for a batch
@@ -227,7 +227,9 @@ class Stream:
         finally:
             group.free()
 
-    def _deliver_lump(self, group: Group, facts: Sequence[tuple[Step, range, int]]) -> bool:
+    def _deliver_lump(
+        self, group: SampleGroup, facts: Sequence[tuple[RankBatch, range, int]]
+    ) -> bool:
         made = [
             Delivery(step, value, count, nbytes)
             for (step, _, nbytes), (value, count) in zip(
@@ -246,7 +248,7 @@ class Stream:
     def _ready_batches(self) -> int:
         return len(self._taken) + sum(map(len, self._ready))
 
-    def _values(self, group: Group, spans: Sequence[range]) -> list[tuple[Any, int]]:
+    def _values(self, group: SampleGroup, spans: Sequence[range]) -> list[tuple[Any, int]]:
         """(value, samples) of each; the value is None where there is no sample."""
         if not group.bad:
             values = self._assemble.batches(group, spans)
@@ -291,7 +293,7 @@ class Stream:
         self._fetches.append(fetch)
         self._under_way += len(fetch.steps)
 
-    def _next_group(self) -> tuple[list[Step], Plan] | None:
+    def _next_group(self) -> tuple[list[RankBatch], ReadPlan] | None:
         steps = self._next_steps()
         if not steps:
             return None
@@ -304,14 +306,14 @@ class Stream:
             plan = self._plan(steps)
         return steps, plan
 
-    def _next_steps(self) -> list[Step]:
+    def _next_steps(self) -> list[RankBatch]:
         """Those of a window; or as many as are some MiB."""
         index, ring = self._reader.opened.index, self._reader.ring
         mean = max(1, index.data_bytes // index.samples)
         edge = self._epoch.edge(self._next_step.start) if self._next_step is not None else 0
         window = self._epoch.order.kind == "window" and self._epoch.order.chunk_samples > 1
         room = ring.limit_bytes if window else min(GROUP_BYTES, ring.limit_bytes // GROUP_PART)
-        steps = list[Step]()
+        steps = list[RankBatch]()
         while (step := self._next_step) is not None:
             length = max(1, step.stop - step.start) * mean
             if steps and (room < length or (window and step.start >= edge)):
@@ -322,7 +324,7 @@ class Stream:
                 steps.append(step)
         return steps
 
-    def _plan(self, steps: list[Step]) -> Plan:
+    def _plan(self, steps: list[RankBatch]) -> ReadPlan:
         samples = self._epoch.samples
         if all(each.stop == after.start for each, after in pairwise(steps)):
             positions = np.arange(steps[0].start, steps[-1].stop) % samples  # as each by itself
@@ -330,14 +332,16 @@ class Stream:
             positions = np.concatenate([step.positions(samples) for step in steps])
         return self._reader.plan(self._epoch.at(positions))
 
-    def _too_much(self, plan: Plan) -> bool:
+    def _too_much(self, plan: ReadPlan) -> bool:
         limit = self._reader.ring.limit_bytes
         return plan.total_bytes > limit // 2 or (
             len(plan.file) > _MOST_FILES and len(distinct(plan.file)[0]) > _MOST_FILES
         )
 
 
-def _chain(first: list[Step], second: Step | None, rest: Iterator[Step]) -> Iterator[Step]:
+def _chain(
+    first: list[RankBatch], second: RankBatch | None, rest: Iterator[RankBatch]
+) -> Iterator[RankBatch]:
     yield from first
     if second is not None:
         yield second

@@ -18,7 +18,7 @@ from torch.autograd import graph
 _autograd: Any = torch._C._autograd
 
 
-class StepAside:
+class FunctorchGuard:
     """Replaces ``disable_saved_tensors_hooks`` while attached.
 
     Attributes:

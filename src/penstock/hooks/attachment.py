@@ -12,10 +12,10 @@ import torch
 
 from penstock.core.errors import PenstockWarning
 from penstock.hooks import proofs
-from penstock.hooks.aside import StepAside
+from penstock.hooks.aside import FunctorchGuard
 from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.modules import ModuleTracker
-from penstock.hooks.observer import Observer
+from penstock.hooks.observer import PassObserver
 from penstock.hooks.protected import ProtectedStorages
 from penstock.hooks.recipe_calls import RecipeCalls
 from penstock.hooks.recompute import Recompute, not_recomputable
@@ -69,7 +69,7 @@ class Attachment:
         self._planner = executor.planner
         self._given = given_plan
         self._on_step = on_step
-        self._observer: Observer | None = None
+        self._observer: PassObserver | None = None
         self._warnings: list[str] = []
         self.protected = ProtectedStorages()
         self.modules = ModuleTracker(
@@ -104,7 +104,9 @@ class Attachment:
             device=device,
         )
         self._context = torch.autograd.graph.saved_tensors_hooks(self.hooks.pack, self.hooks.unpack)
-        self._functorch = StepAside(self.hooks.pack, self.hooks.unpack, on_unhook=self._unhooked)
+        self._functorch = FunctorchGuard(
+            self.hooks.pack, self.hooks.unpack, on_unhook=self._unhooked
+        )
 
     # -- attach and detach --------------------------------------------------------------------
 
@@ -186,7 +188,7 @@ class Attachment:
             self._observer.detach()
             self.hooks.observer = self._observer = None
         if observing:
-            self._observer = self.hooks.observer = Observer(
+            self._observer = self.hooks.observer = PassObserver(
                 modules=self.modules,
                 compute_ns=self._time.now_ns,
                 storage_of=self.hooks.storage_of,

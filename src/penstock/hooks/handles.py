@@ -1,14 +1,14 @@
 """Handles that autograd holds in place of saved tensors, and that return them.
 
-* ``Kept``: a protected or tiny tensor. It stays resident and is not counted.
-* ``Foreign``: a tensor of a kind that is not offloaded. It stays resident and is not counted.
-* ``Small``: a tensor whose storage is below the floor, or certain to stay. It is only counted.
-* ``Moved``: a view of a storage that the executor holds, resident or offloaded.
-* ``CopiedOut``: a small view of a large storage, copied so that the storage can be freed.
-* ``Flattened``: a DTensor, whose local tensor has one of the handles above.
+* ``KeptHandle``: a protected or tiny tensor. It stays resident and is not counted.
+* ``ForeignHandle``: a tensor of a kind that is not offloaded. It stays resident and is not counted.
+* ``SmallHandle``: a tensor whose storage is below the floor, or certain to stay. It is only counted.
+* ``MovedHandle``: a view of a storage that the executor holds, resident or offloaded.
+* ``CopiedHandle``: a small view of a large storage, copied so that the storage can be freed.
+* ``FlattenedHandle``: a DTensor, whose local tensor has one of the handles above.
 
 Hooks switch off autograd's own check that a saved tensor was not modified in place (TRAPS rule 1), so
-every handle repeats it. A stripped ``Moved`` has no tensor whose version it could read, so it keeps a
+every handle repeats it. A stripped ``MovedHandle`` has no tensor whose version it could read, so it keeps a
 *probe*: an empty tensor that shares the saved tensor's version counter but none of its memory.
 """
 
@@ -29,7 +29,7 @@ from penstock.runtime.weak import TensorRef
 _EMPTY: Final[dict[tuple[torch.dtype, torch.device], torch.Tensor]] = {}
 
 
-class Kept:
+class KeptHandle:
     """A saved tensor that stays resident, uncounted."""
 
     __slots__ = ("tensor", "version")
@@ -47,7 +47,7 @@ class Kept:
         return self.tensor
 
 
-class Foreign:
+class ForeignHandle:
     """A tensor of a kind that is not offloaded: a subclass, or one without a storage."""
 
     __slots__ = ("tensor", "version")
@@ -63,7 +63,7 @@ class Foreign:
         return self.tensor
 
 
-class Flattened:
+class FlattenedHandle:
     """A DTensor whose local tensor is packed; the wrapper is rebuilt around it (TRAPS rule 13)."""
 
     __slots__ = ("context", "inner", "outer_size", "outer_stride", "source", "type", "version")
@@ -92,7 +92,7 @@ class Flattened:
         return wrapped
 
 
-class Small:
+class SmallHandle:
     """A view of a storage that stays resident and is counted."""
 
     __slots__ = ("small", "storages", "tensor", "version")
@@ -113,7 +113,7 @@ class Small:
         defer(self.storages.release, self.small)
 
 
-class Moved:
+class MovedHandle:
     """A view of a storage that the executor holds.
 
     While the storage is resident the view itself is kept, so nothing has to be rebuilt. The executor
@@ -217,7 +217,7 @@ class Moved:
             defer(self.executor.release, saved, self.unpacked)
 
 
-class CopiedOut:
+class CopiedHandle:
     """A small view of a large storage, which it does not keep alive.
 
     It checks the version counter of the tensor that it was copied from, as autograd does.
@@ -230,9 +230,9 @@ class CopiedOut:
         self.version = tensor._version
         self.size = tensor.size()
         self.probe = tensor.detach()
-        self.copy: Small | Moved | None = None
+        self.copy: SmallHandle | MovedHandle | None = None
 
-    def replace(self, copy: Small | Moved) -> None:
+    def replace(self, copy: SmallHandle | MovedHandle) -> None:
         """Hold a packed copy from now on, and only the version counter of the view."""
         self.copy = copy
         probe = self.probe.detach()  # a new one: another thread may be handing out the view
@@ -247,7 +247,7 @@ class CopiedOut:
         return probe.detach() if copy is None else copy.unpack()
 
 
-Packed = Kept | Foreign | Flattened | Small | Moved | CopiedOut
+Packed = KeptHandle | ForeignHandle | FlattenedHandle | SmallHandle | MovedHandle | CopiedHandle
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

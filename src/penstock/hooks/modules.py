@@ -31,7 +31,7 @@ _EXTRA_CALL: Final = r"Using `torch\.compile\(module\)` when there are global ho
 """Beginning of torch's warning that global hooks also run for compiled modules, which is intended."""
 
 
-class Place(NamedTuple):
+class SavingPlace(NamedTuple):
     """The module in which a tensor is saved."""
 
     path: str
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 class CallObserver(Protocol):
     """Observer of every tracked call of a module."""
 
-    def enter(self, module: torch.nn.Module, place: Place, args: Any) -> None:
+    def enter(self, module: torch.nn.Module, place: SavingPlace, args: Any) -> None:
         """Handle the beginning of a call."""
 
     def leave(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
@@ -66,13 +66,13 @@ class CallFollower(Protocol):
         """
 
 
-OUTSIDE = Place("", "")
+OUTSIDE = SavingPlace("", "")
 """Place of tensors that are saved while no module runs, such as by a loss function."""
 
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.places: list[Place] = []
+        self.places: list[SavingPlace] = []
         self.hooked = False
         self.watched: list[Any] | None = None
         self.outer: list[list[Any] | None] = []
@@ -109,7 +109,7 @@ class ModuleTracker:
             watch: Names of the types of modules to watch.
         """
         self._stack = _Stack()
-        self._places: weakref.WeakKeyDictionary[torch.nn.Module, Place] = (
+        self._places: weakref.WeakKeyDictionary[torch.nn.Module, SavingPlace] = (
             weakref.WeakKeyDictionary()
         )
         self._roots: dict[str, int] = {}
@@ -153,12 +153,12 @@ class ModuleTracker:
         number = self._roots[name] = self._roots.get(name, 0) + 1
         prefix = name if number == 1 else f"{name}-{number}"
         for path, module in root.named_modules():
-            place = Place(f"{prefix}.{path}" if path else prefix, type(module).__name__)
+            place = SavingPlace(f"{prefix}.{path}" if path else prefix, type(module).__name__)
             self._places.setdefault(module, place)
         self._on_root(root)
 
     @property
-    def here(self) -> Place:
+    def here(self) -> SavingPlace:
         """The innermost running module of this thread."""
         places = self._stack.places
         return places[-1] if places else OUTSIDE
@@ -184,7 +184,7 @@ class ModuleTracker:
             stack.recomputing -= 1
 
     @contextmanager
-    def at(self, place: Place) -> Iterator[None]:
+    def at(self, place: SavingPlace) -> Iterator[None]:
         """Let tensors be saved at ``place`` inside the block, and watch nothing."""
         stack = self._stack
         watched, stack.watched = stack.watched, None
@@ -195,7 +195,7 @@ class ModuleTracker:
             stack.places.pop()
             stack.watched = watched
 
-    def place_of(self, module: torch.nn.Module) -> Place | None:
+    def place_of(self, module: torch.nn.Module) -> SavingPlace | None:
         """Return the place of a module, or ``None`` if it is not known."""
         return self._places.get(module)
 
@@ -252,13 +252,13 @@ class ModuleTracker:
             stack.places.pop()
             stack.watched = stack.outer.pop()
 
-    def _name_new(self, module: torch.nn.Module) -> Place:
+    def _name_new(self, module: torch.nn.Module) -> SavingPlace:
         if not self._stack.places:
             self.register(module)
             return self._places[module]
         # created after its root was registered: named by its type under the module that runs it
         kind = type(module).__name__
-        place = self._places[module] = Place(f"{self._stack.places[-1].path}.<{kind}>", kind)
+        place = self._places[module] = SavingPlace(f"{self._stack.places[-1].path}.<{kind}>", kind)
         return place
 
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from penstock.hooks.modules import OUTSIDE, ModuleTracker, Place
+from penstock.hooks.modules import OUTSIDE, ModuleTracker, SavingPlace
 from penstock.hooks.pure import is_pure
 from penstock.hooks.recipe_notes import RecipeNotes
 from penstock.plan.operators import Operator
@@ -42,7 +42,7 @@ class _Call:
     """One call of a module."""
 
     module: torch.nn.Module
-    place: Place
+    place: SavingPlace
     parent: _Call | None
     depth: int
     number: int
@@ -89,7 +89,7 @@ class _Versions:
 
 
 @dataclass
-class Observer:
+class PassObserver:
     """Observes one pass in the thread that attached it.
 
     Attributes:
@@ -111,7 +111,7 @@ class Observer:
     _versions: dict[int, _Versions] = field(default_factory=dict)
     _operators: list[Operator] = field(default_factory=list)
     _forward: tuple[_Call, int] | None = None
-    _backward: tuple[Place, int] | None = None
+    _backward: tuple[SavingPlace, int] | None = None
 
     def __post_init__(self) -> None:
         self._recipes = RecipeNotes(self.storage_of)
@@ -151,7 +151,7 @@ class Observer:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def enter(self, module: torch.nn.Module, place: Place, args: Any) -> None:
+    def enter(self, module: torch.nn.Module, place: SavingPlace, args: Any) -> None:
         """Handle the beginning of a call."""
         if threading.get_ident() != self._thread:
             return
@@ -281,7 +281,7 @@ class Observer:
             self._add(place, start_ns, now_ns, backward=True)
             self._backward = None
 
-    def _add(self, place: Place, start_ns: int, end_ns: int, *, backward: bool) -> None:
+    def _add(self, place: SavingPlace, start_ns: int, end_ns: int, *, backward: bool) -> None:
         if end_ns > start_ns:
             self._operators.append(Operator(place.kind, place.path, 0, backward, start_ns, end_ns))
 

@@ -23,7 +23,7 @@ Source = TypeVar("Source")
 
 
 @dataclass(slots=True)
-class Made(Generic[Member, Source]):
+class PureOutput(Generic[Member, Source]):
     """A storage at its version at the end of a call, and the calls that made it."""
 
     storage: weakref.ref[torch.UntypedStorage]
@@ -52,14 +52,14 @@ class PureCalls(ABC, Generic[Member, Source]):
         """Start without calls; ``storage_of`` returns a tensor's storage if it is just bytes of one."""
         self.storage_of = storage_of
         self._open: list[_Open | None] = []
-        self._made: dict[int, Made[Member, Source]] = {}
+        self._made: dict[int, PureOutput[Member, Source]] = {}
 
     @abstractmethod
     def source_of(self, given: torch.Tensor, storage: torch.UntypedStorage) -> Source | None:
         """Return how to obtain ``given`` again, or ``None`` if that is not certain."""
 
     @abstractmethod
-    def on_made(self, storage: torch.UntypedStorage, made: Made[Member, Source]) -> None:
+    def on_made(self, storage: torch.UntypedStorage, made: PureOutput[Member, Source]) -> None:
         """Handle a storage that a call has made or changed in place."""
 
     @property
@@ -96,7 +96,9 @@ class PureCalls(ABC, Generic[Member, Source]):
         if made is not None and output._version != call.version:
             self._add(after, output._version, (*made.members, member()), made.source)
 
-    def made(self, storage: torch.UntypedStorage, version: int) -> Made[Member, Source] | None:
+    def made(
+        self, storage: torch.UntypedStorage, version: int
+    ) -> PureOutput[Member, Source] | None:
         """Return how a storage was made at this version, or ``None`` if that is not known."""
         made = self._made.get(storage._cdata)
         return made if made is not None and made.holds(storage, version) else None
@@ -116,7 +118,7 @@ class PureCalls(ABC, Generic[Member, Source]):
         source: Source,
     ) -> None:
         forget = partial(_forget, weakref.ref(self), storage._cdata)
-        made = Made(TensorRef(storage, forget), version, members, source)
+        made = PureOutput(TensorRef(storage, forget), version, members, source)
         self._made[storage._cdata] = made
         self.on_made(storage, made)
 

@@ -12,7 +12,7 @@ import torch
 from penstock.hooks.handles import Packed
 from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.pure import PureCall, is_pure
-from penstock.hooks.pure_calls import Made, PureCalls
+from penstock.hooks.pure_calls import PureCalls, PureOutput
 from penstock.hooks.recompute import not_recomputable
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.plan.recipes import recipe_members
@@ -31,11 +31,11 @@ class _Calls(PureCalls[PureCall, Packed]):
         """Return another handle to the input of a module, if the input is saved."""
         return self._hooks.pack(given) if self._hooks.holds(given, storage) else None
 
-    def on_made(self, storage: torch.UntypedStorage, made: Made[PureCall, Packed]) -> None:
+    def on_made(self, storage: torch.UntypedStorage, made: PureOutput[PureCall, Packed]) -> None:
         """Provide the recipe of a storage that may have been saved during the call."""
         self._remakes.made(storage, made.version, self.remake(made))
 
-    def remake(self, made: Made[PureCall, Packed]) -> Remake:
+    def remake(self, made: PureOutput[PureCall, Packed]) -> Remake:
         """Return the recomputation of what the calls made."""
         name = " and ".join(one.path for one in made.members)
         return Remake(name, partial(_make, self._hooks, made.source, made.members))

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from penstock.hooks.pure_calls import Made, PureCalls, StorageOf
+from penstock.hooks.pure_calls import PureCalls, PureOutput, StorageOf
 from penstock.runtime.residency import SlotRecord
 from penstock.runtime.weak import TensorRef
 
@@ -33,7 +33,7 @@ class RecipeNotes(PureCalls[str, SlotRecord]):
         """Return the slot as which ``given`` was saved."""
         return self._record(storage, given._version)
 
-    def on_made(self, storage: torch.UntypedStorage, made: Made[str, SlotRecord]) -> None:
+    def on_made(self, storage: torch.UntypedStorage, made: PureOutput[str, SlotRecord]) -> None:
         """Write the recipe of a storage that was saved during the call which made it."""
         record = self._record(storage, made.version)
         if record is not None:
@@ -46,6 +46,6 @@ class RecipeNotes(PureCalls[str, SlotRecord]):
         return known[2]
 
 
-def _write_recipe(record: SlotRecord, made: Made[str, SlotRecord]) -> None:
+def _write_recipe(record: SlotRecord, made: PureOutput[str, SlotRecord]) -> None:
     if record is not made.source:
         record.recipe, record.source = made.members, made.source

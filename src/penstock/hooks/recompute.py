@@ -37,9 +37,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from penstock.core.errors import HookError, InPlaceError
-from penstock.hooks.handles import Moved, Packed
+from penstock.hooks.handles import MovedHandle, Packed
 from penstock.hooks.module_state import ModuleState
-from penstock.hooks.modules import ModuleTracker, Place
+from penstock.hooks.modules import ModuleTracker, SavingPlace
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.runtime.digests import Comparison, Digest, digest
 from penstock.runtime.passes import INPUT, Pass
@@ -264,7 +264,7 @@ class _Call:
 
     def _take_inputs(self, leaves: list[Any]) -> None:
         """Pack the inputs under their own names; see [Note: names of slots ...] (runtime/repeats.py)."""
-        place = Place(f"{self._path}.{INPUT}", "")
+        place = SavingPlace(f"{self._path}.{INPUT}", "")
         self._others = [None if isinstance(each, torch.Tensor) else each for each in leaves]
         self._places = [i for i, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
         with self._owner.modules.at(place):
@@ -274,7 +274,7 @@ class _Call:
                 ref = TensorRef(tensor)
                 self._inputs.append(_Input(packed, tensor.requires_grad, ref, tensor._version))
                 saved = None
-                if isinstance(packed, Moved) and self._repeats.has(packed.executor):
+                if isinstance(packed, MovedHandle) and self._repeats.has(packed.executor):
                     saved = packed.saved
                 if type(saved) is SavedStorage and saved.record.key.module == place.path:
                     self._unnamed[saved.cdata] = saved

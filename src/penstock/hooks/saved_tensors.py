@@ -14,18 +14,18 @@ import torch
 from penstock.hooks import proofs
 from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.handles import (
-    CopiedOut,
-    Flattened,
-    Foreign,
-    Kept,
-    Moved,
+    CopiedHandle,
+    FlattenedHandle,
+    ForeignHandle,
+    KeptHandle,
+    MovedHandle,
     Packed,
-    Small,
+    SmallHandle,
     base_of,
     guard_of,
 )
 from penstock.hooks.modules import ModuleTracker
-from penstock.hooks.observer import Observer
+from penstock.hooks.observer import PassObserver
 from penstock.hooks.protected import ProtectedStorages, is_dtensor, leaf_of
 from penstock.observe.recorder import Recorder
 from penstock.runtime.executor import Executor
@@ -93,13 +93,13 @@ class SavedTensorHooks:
         self._is_here = _is_on(device_type)
         self._floor_bytes = floor_bytes
         self._inquiry = proofs.Inquiry()
-        self.observer: Observer | None = None
+        self.observer: PassObserver | None = None
         self.active = True
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return the handle for autograd in place of ``tensor``; wait while the budget is full."""
         if not self.active:
-            return Foreign(tensor)
+            return ForeignHandle(tensor)
         if self._completion.waiting:
             self._completion.check()
         if self._boundaries.tasks:
@@ -110,7 +110,7 @@ class SavedTensorHooks:
         packed = self._pack(tensor)
         if watched is not None:
             watched.append((packed, tensor))
-        if self.observer is not None and type(packed) is Moved:
+        if self.observer is not None and type(packed) is MovedHandle:
             saved = packed.saved
             if type(saved) is SavedStorage:
                 self.observer.packed(saved.record, tensor)
@@ -119,7 +119,7 @@ class SavedTensorHooks:
     def prove(self, kind: str, output: Any, watched: list[Any]) -> None:
         """Prove what backward needs of the tensors that a watched module saved; see :mod:`.proofs`."""
         self.operators_returned()
-        moved = [(packed, tensor) for packed, tensor in watched if isinstance(packed, Moved)]
+        moved = [(packed, tensor) for packed, tensor in watched if isinstance(packed, MovedHandle)]
         proven = self._inquiry.sign_only(kind, output) if moved else None
         for packed, tensor in moved:
             packed.prove(sign_only=packed is proven, tensor=tensor, origin=self._origin(tensor))
@@ -135,16 +135,16 @@ class SavedTensorHooks:
             or not self._is_here(tensor)  # rule 14: it must return to its own device
             or self._protected.holds(storage)
         ):
-            return Kept(tensor)
+            return KeptHandle(tensor)
         executor = self._executor if self._executor_of is None else self._executor_of(tensor)
         stays = nbytes < self._floor_bytes
         if not stays:
             if leaf_of(tensor) is not None:
                 self._recorder.count("kept.weights")
-                return Kept(tensor)
+                return KeptHandle(tensor)
             stays = executor.planner.moves_nothing
         if stays:
-            return Small(tensor, executor.small, executor.small.save(storage))
+            return SmallHandle(tensor, executor.small, executor.small.save(storage))
         return self._pack_storage(executor, tensor, storage, nbytes)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
@@ -224,7 +224,7 @@ class SavedTensorHooks:
             _, span_bytes = _span(tensor)
             if span_bytes * COMPACT_SHARE < whole_bytes:
                 return self._pack_span(tensor)
-        moved = Moved(tensor, executor)
+        moved = MovedHandle(tensor, executor)
         base: torch.Tensor | torch.UntypedStorage = base_of(tensor)
         version = moved.version
         if nbytes < whole_bytes:
@@ -249,7 +249,7 @@ class SavedTensorHooks:
 
     def _pack_span(self, tensor: torch.Tensor) -> Packed:
         """Copy out a small view when it is complete."""
-        packed = CopiedOut(tensor)
+        packed = CopiedHandle(tensor)
         if tensor.requires_grad:
             self._copy_out(packed, tensor.detach(), self._origin(tensor))
         else:
@@ -260,7 +260,7 @@ class SavedTensorHooks:
 
     def _copy_out_later(
         self,
-        ref: weakref.ref[CopiedOut],
+        ref: weakref.ref[CopiedHandle],
         here: Callable[[], AbstractContextManager[object]],
         origin: Origin,
         last: bool,
@@ -271,7 +271,7 @@ class SavedTensorHooks:
                 self._copy_out(packed, packed.probe, origin)
         return True
 
-    def _copy_out(self, packed: CopiedOut, tensor: torch.Tensor, origin: Origin) -> None:
+    def _copy_out(self, packed: CopiedHandle, tensor: torch.Tensor, origin: Origin) -> None:
         """Copy the span of a small view, keeping its strides and alignment, and thus the kernels."""
         storage = tensor.untyped_storage()
         first, nbytes = _span(tensor)
@@ -287,9 +287,9 @@ class SavedTensorHooks:
         executor.free_early(storage)
         if nbytes < self._floor_bytes:
             small = executor.small.save(copy.untyped_storage())
-            packed.replace(Small(view, executor.small, small))
+            packed.replace(SmallHandle(view, executor.small, small))
             return
-        moved = Moved(view, executor)
+        moved = MovedHandle(view, executor)
         moved.saved = executor.save(copy.untyped_storage(), copy, moved.version, origin, moved)
         packed.replace(moved)
 
@@ -307,14 +307,14 @@ class SavedTensorHooks:
 
     def _pack_foreign(self, tensor: torch.Tensor) -> Packed:
         if not is_dtensor(tensor) or leaf_of(tensor) is not None:
-            return Foreign(tensor)
+            return ForeignHandle(tensor)
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = {name: getattr(tensor, name) for name in names}
         inner = {
             name: self.pack(part) if isinstance(part, torch.Tensor) else part
             for name, part in parts.items()
         }
-        return Flattened(tensor, inner, context)
+        return FlattenedHandle(tensor, inner, context)
 
 
 def _leave_untraced(*functions: Callable[..., Any]) -> None:

@@ -28,10 +28,18 @@ from typing import Final
 from penstock.core import knobs
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
-from penstock.io.batch import BatchFlight, BatchJob, Swarm, check_batch
+from penstock.io.batch import BatchContext, BatchFlight, BatchJob, check_batch
 from penstock.io.context import Context, unavailable_error
-from penstock.io.engine import Batch, Engine, EngineSpec, Request, Transfer
-from penstock.io.jobs import Job, Piece, Queue, check, failure, resume_point, short_transfer
+from penstock.io.engine import Engine, EngineSpec, ReadBatch, Request, Transfer
+from penstock.io.jobs import (
+    Queue,
+    TransferJob,
+    TransferPiece,
+    check,
+    failure,
+    resume_point,
+    short_transfer,
+)
 from penstock.io.threads import ThreadEngine
 
 _BUSY_RETRIES: Final = 1000
@@ -62,7 +70,7 @@ class Flight:
 
     __slots__ = ("busy", "moved", "piece", "stuck")
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: TransferPiece) -> None:
         """Start with nothing moved."""
         self.piece = piece
         self.moved = 0
@@ -101,7 +109,7 @@ class Flight:
         return failure(self.piece, self.moved, OSError(errno, os.strerror(errno)))
 
 
-class Ring:
+class KernelQueue:
     """Kernel context for pieces of requests. Overridden to inject faults."""
 
     def __init__(self, depth: int) -> None:
@@ -165,12 +173,12 @@ class _PieceQueue(Queue):
     ``close`` can be collected, which stops the thread.
     """
 
-    def __init__(self, ring: Ring, depth: int, piece_bytes: int) -> None:
+    def __init__(self, ring: KernelQueue, depth: int, piece_bytes: int) -> None:
         super().__init__(Lock())
         self._ring = ring
         self._depth = depth
         self._piece_bytes = piece_bytes
-        self._swarm: Swarm | None = None  # made by the first batch
+        self._swarm: BatchContext | None = None  # made by the first batch
         self._flights = dict[int, Flight | BatchFlight]()
         self._free = list(range(depth))  # tokens
         self._thread: threading.Thread | None = None
@@ -179,14 +187,14 @@ class _PieceQueue(Queue):
     def takes_batches(self) -> bool:
         """Return True if the kernel takes batches; creates a second context for them."""
         with self._starting:
-            if self._swarm is None and isinstance(self._ring, Ring) and not self._closed:
+            if self._swarm is None and isinstance(self._ring, KernelQueue) and not self._closed:
                 try:
-                    self._swarm = Swarm(self._depth, self._ring.bell)
+                    self._swarm = BatchContext(self._depth, self._ring.bell)
                 except ConfigError:  # the limit fs.aio-max-nr is reached
                     return False
             return self._swarm is not None
 
-    def put(self, job: Job) -> None:
+    def put(self, job: TransferJob) -> None:
         try:
             self.start()
         except RuntimeError as error:  # no thread can be started
@@ -198,7 +206,7 @@ class _PieceQueue(Queue):
         if can_leave:
             self._ring.wake()
 
-    def stop(self) -> list[Job]:
+    def stop(self) -> list[TransferJob]:
         """Stop once pieces in flight end; return the jobs not begun, for the caller to settle."""
         if self.guard.in_child:
             return []
@@ -263,7 +271,7 @@ class _PieceQueue(Queue):
     def _read_again(self, batch: BatchJob, entries: list[int]) -> None:
         for entry in entries:
             batch.hold()
-            job = Job(
+            job = TransferJob(
                 batch.batch.request(entry),
                 self._piece_bytes,
                 cancel=self.cancel,
@@ -315,9 +323,9 @@ class _PieceQueue(Queue):
         self._free.append(token)
         return self._line.finish(flight.piece.job, error)
 
-    def _hand_over(self, leaving: list[tuple[int, Flight | BatchFlight]]) -> list[Job]:
+    def _hand_over(self, leaving: list[tuple[int, Flight | BatchFlight]]) -> list[TransferJob]:
         """Submit to the kernel; return the jobs that ended because it refused."""
-        over = list[Job]()
+        over = list[TransferJob]()
         while leaving:
             slices = [(token, each) for token, each in leaving if isinstance(each, BatchFlight)]
             pieces = [(token, each) for token, each in leaving if isinstance(each, Flight)]
@@ -329,7 +337,7 @@ class _PieceQueue(Queue):
         return over
 
     def _hand_over_slice(
-        self, token: int, flight: BatchFlight, over: list[Job]
+        self, token: int, flight: BatchFlight, over: list[TransferJob]
     ) -> list[tuple[int, Flight | BatchFlight]]:
         """Submit a slice; return the pieces that follow in its place if the kernel took nothing."""
         assert self._swarm is not None, "a batch was queued before its context was created"
@@ -342,7 +350,7 @@ class _PieceQueue(Queue):
             return self._next()
 
     def _hand_over_pieces(
-        self, leaving: list[tuple[int, Flight]], over: list[Job]
+        self, leaving: list[tuple[int, Flight]], over: list[TransferJob]
     ) -> list[tuple[int, Flight | BatchFlight]]:
         """Submit pieces; return those that follow in the place of refused ones."""
         following = list[tuple[int, Flight | BatchFlight]]()
@@ -381,7 +389,7 @@ class AioEngine(Engine):
         depth: int | None = None,
         piece_bytes: int | None = None,
         *,
-        ring: Callable[[int], Ring] = Ring,
+        ring: Callable[[int], KernelQueue] = KernelQueue,
     ) -> None:
         """Make an engine; no thread is started yet.
 
@@ -417,7 +425,7 @@ class AioEngine(Engine):
         if self._queue.guard.in_child or not request.file.direct:
             return self._threads.submit(request)
         check(request)
-        job = Job(
+        job = TransferJob(
             request,
             self._spec.piece_bytes,
             cancel=self._queue.cancel,
@@ -426,7 +434,7 @@ class AioEngine(Engine):
         self._queue.put(job)
         return job.transfer
 
-    def submit_batch(self, batch: Batch) -> Transfer:
+    def submit_batch(self, batch: ReadBatch) -> Transfer:
         """Begin many reads; returns at once. Raises as :meth:`Engine.submit_batch`."""
         if self._queue.guard.in_child or not all(file.direct for file in batch.files):
             return super().submit_batch(batch)
@@ -473,7 +481,7 @@ def _land(queue: _PieceQueue) -> None:
         pass
 
 
-def _settle(jobs: list[Job]) -> None:
+def _settle(jobs: list[TransferJob]) -> None:
     for job in jobs:
         job.settle(job.error)
 

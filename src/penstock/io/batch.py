@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
 from penstock.io.context import Context
-from penstock.io.engine import Batch, Op, Priority, Transfer
-from penstock.io.jobs import Job, Piece
+from penstock.io.engine import Op, Priority, ReadBatch, Transfer
+from penstock.io.jobs import TransferJob, TransferPiece
 
 SLICE_ENTRIES: Final = 64
 SLICE_BYTES: Final = 4 << 20
@@ -51,13 +51,17 @@ _IOCB: Final = np.dtype(
 _EVENT: Final = np.dtype([("token", "u8"), ("block", "u8"), ("result", "i8"), ("second", "i8")])
 
 
-class BatchJob(Job):
+class BatchJob(TransferJob):
     """A batch in the queue; its sizes count entries, those of other jobs bytes."""
 
     __slots__ = ("_holds", "_lock", "batch")
 
     def __init__(
-        self, batch: Batch, piece_bytes: int, *, promote: Callable[[Job, Priority], None]
+        self,
+        batch: ReadBatch,
+        piece_bytes: int,
+        *,
+        promote: Callable[[TransferJob, Priority], None],
     ) -> None:
         """Create a job that is cut into slices of at most ``piece_bytes``, or of one entry."""
         self.op: Op = "read"
@@ -106,14 +110,14 @@ class BatchFlight:
 
     __slots__ = ("job", "left", "piece")
 
-    def __init__(self, piece: Piece, job: BatchJob) -> None:
+    def __init__(self, piece: TransferPiece, job: BatchJob) -> None:
         """Start with nothing done."""
         self.piece = piece
         self.job = job
         self.left = piece.nbytes
 
 
-class Swarm:
+class BatchContext:
     """Kernel context and control blocks for slices. Used by one thread."""
 
     def __init__(self, slices: int, bell: int) -> None:
@@ -187,7 +191,7 @@ class Swarm:
         return taken
 
 
-def check_batch(batch: Batch) -> None:
+def check_batch(batch: ReadBatch) -> None:
     """Raise ConfigError if a batch is empty or not aligned to the files' granule."""
     if not len(batch):
         raise ConfigError("a batch has no reads; submit at least one")

@@ -86,7 +86,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Batch:
+class ReadBatch:
     """Many short reads submitted together: row ``i`` of each array is one of them, an *entry*."""
 
     files: Sequence[File]
@@ -290,7 +290,7 @@ class Engine(ABC):
             ClosedError: The engine is closed, or this process was forked from its maker.
         """
 
-    def submit_batch(self, batch: Batch) -> Transfer:
+    def submit_batch(self, batch: ReadBatch) -> Transfer:
         """Begin many reads; returns at once. Only ``close`` can cancel the transfer.
 
         By default each entry is a separate request. An engine that has a quicker way overrides this.
@@ -309,7 +309,7 @@ class Engine(ABC):
 class _Entries:
     """Batch that is submitted as separate requests."""
 
-    def __init__(self, engine: Engine, batch: Batch) -> None:
+    def __init__(self, engine: Engine, batch: ReadBatch) -> None:
         self._batch = batch
         self._lock = Lock()
         self._left = len(batch) + 1  # one for this loop

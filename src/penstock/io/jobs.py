@@ -23,7 +23,7 @@ from penstock.io.engine import File, Op, Priority, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES
 
 
-class Job:
+class TransferJob:
     """A queued or running request. Its variable fields are guarded by its engine's lock."""
 
     __slots__ = (
@@ -45,8 +45,8 @@ class Job:
         request: Request,
         piece_bytes: int,
         *,
-        cancel: Callable[[Job], bool],
-        promote: Callable[[Job, Priority], None],
+        cancel: Callable[[TransferJob], bool],
+        promote: Callable[[TransferJob, Priority], None],
     ) -> None:
         """Create a job for a request.
 
@@ -81,10 +81,10 @@ class Job:
         self.transfer.settle(error)
 
 
-class Piece(NamedTuple):
+class TransferPiece(NamedTuple):
     """Part of a job that one system call moves."""
 
-    job: Job
+    job: TransferJob
     start: int
     """Offset in bytes from the job's beginning."""
     nbytes: int
@@ -95,18 +95,20 @@ class Piece(NamedTuple):
         return min(self.nbytes, max(0, self.job.least_bytes - self.start))
 
 
-class Line:
+class TransferQueue:
     """Jobs that have pieces left, by priority. Not thread-safe: its engine's lock guards it."""
 
     def __init__(self) -> None:
         """Start empty."""
-        self._waiting: dict[Priority, deque[Job]] = {priority: deque() for priority in Priority}
+        self._waiting: dict[Priority, deque[TransferJob]] = {
+            priority: deque() for priority in Priority
+        }
 
-    def append(self, job: Job) -> None:
+    def append(self, job: TransferJob) -> None:
         """Add a job behind all of its priority."""
         self._waiting[job.priority].append(job)
 
-    def take(self) -> Piece | None:
+    def take(self) -> TransferPiece | None:
         """Take the next piece of the first job of the highest priority; it counts as running."""
         for jobs in self._waiting.values():
             if not jobs:
@@ -118,10 +120,10 @@ class Line:
             job.running += 1
             if job.next_bytes == job.nbytes:
                 jobs.popleft()
-            return Piece(job, start, nbytes)
+            return TransferPiece(job, start, nbytes)
         return None
 
-    def finish(self, job: Job, error: BaseException | None) -> bool:
+    def finish(self, job: TransferJob, error: BaseException | None) -> bool:
         """Note that a piece is done; return True if the job is over and must be settled by the engine.
 
         After a failure no further piece is begun; the first error is reported.
@@ -134,28 +136,28 @@ class Line:
                 job.next_bytes = job.nbytes
         return not job.running and job.next_bytes == job.nbytes
 
-    def cancel(self, job: Job) -> bool:
+    def cancel(self, job: TransferJob) -> bool:
         """Remove a job if nothing of it has begun; return True if it was removed."""
         if job.next_bytes or job not in self._waiting[job.priority]:
             return False
         self._waiting[job.priority].remove(job)
         return True
 
-    def promote(self, job: Job, priority: Priority) -> None:
+    def promote(self, job: TransferJob, priority: Priority) -> None:
         """Move a job that has pieces left behind all of a higher priority."""
         if priority < job.priority and job in self._waiting[job.priority]:
             self._waiting[job.priority].remove(job)
             job.priority = priority
             self._waiting[priority].append(job)
 
-    def take_unbegun(self) -> list[Job]:
+    def take_unbegun(self) -> list[TransferJob]:
         """Remove and return every job of which nothing has begun."""
         unbegun = [job for job in self if not job.next_bytes]
         for job in unbegun:
             self._waiting[job.priority].remove(job)
         return unbegun
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[TransferJob]:
         for jobs in self._waiting.values():
             yield from jobs
 
@@ -171,10 +173,10 @@ class Queue:
         """
         self.guard = fork_guard()
         self._lock = lock
-        self._line = Line()
+        self._line = TransferQueue()
         self._closed = False
 
-    def cancel(self, job: Job) -> bool:
+    def cancel(self, job: TransferJob) -> bool:
         """Remove a job if nothing of it has started; return True if the caller must settle it."""
         if self.guard.in_child:
             return False
@@ -184,14 +186,14 @@ class Queue:
         job.keep_alive = None
         return True
 
-    def promote(self, job: Job, priority: Priority) -> None:
+    def promote(self, job: TransferJob, priority: Priority) -> None:
         """Raise the priority of the parts of a job that have not started."""
         if self.guard.in_child:
             return
         with self._lock:
             self._line.promote(job, priority)
 
-    def _append(self, job: Job) -> None:
+    def _append(self, job: TransferJob) -> None:
         """Add a job. Requires the lock."""
         if self._closed:
             raise ClosedError("the I/O engine is closed; a transfer was submitted after it")
@@ -222,7 +224,7 @@ def resume_point(file: File, moved: int, nbytes: int) -> int:
     return moved if moved == nbytes else round_down(moved, file.granule_bytes)
 
 
-def failure(piece: Piece, moved: int, error: OSError) -> TransferError:
+def failure(piece: TransferPiece, moved: int, error: OSError) -> TransferError:
     """Return the error of a piece that failed after ``moved`` bytes."""
     job, code, said = piece.job, error.errno or errnos.EIO, error.strerror or ""
     found = transfer_error(
@@ -238,7 +240,7 @@ def failure(piece: Piece, moved: int, error: OSError) -> TransferError:
     return found
 
 
-def short_transfer(piece: Piece, moved: int) -> ShortTransferError:
+def short_transfer(piece: TransferPiece, moved: int) -> ShortTransferError:
     """Return the error of a piece that moves no further although no call failed."""
     job = piece.job
     ended = "the file ends there: it was truncated, or never written that far"

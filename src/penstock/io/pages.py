@@ -33,31 +33,31 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Pages(NamedTuple):
+class PageRange(NamedTuple):
     """Range of whole pages."""
 
     address: int
     nbytes: int
 
 
-def whole_pages(address: int, nbytes: int) -> Pages:
+def whole_pages(address: int, nbytes: int) -> PageRange:
     """Return the whole pages within a range of bytes; of length 0 if the range is too short."""
     start = round_up(address, PAGE_BYTES)
-    return Pages(start, max(0, round_down(address + nbytes, PAGE_BYTES) - start))
+    return PageRange(start, max(0, round_down(address + nbytes, PAGE_BYTES) - start))
 
 
-def huge_pages_within(pages: Pages) -> Pages:
+def huge_pages_within(pages: PageRange) -> PageRange:
     """Return the part of the pages between the first and the last multiple of 2 MiB; may be empty."""
     start = round_up(pages.address, HUGE_PAGE_BYTES)
     end = round_down(pages.address + pages.nbytes, HUGE_PAGE_BYTES)
-    return Pages(start, end - start) if start < end else Pages(pages.address, 0)
+    return PageRange(start, end - start) if start < end else PageRange(pages.address, 0)
 
 
-def around(inner: Pages, outer: Pages) -> list[Pages]:
+def around(inner: PageRange, outer: PageRange) -> list[PageRange]:
     """Return the parts of the outer pages before and after the inner ones."""
-    before = Pages(outer.address, inner.address - outer.address)
+    before = PageRange(outer.address, inner.address - outer.address)
     end = inner.address + inner.nbytes
-    behind = Pages(end, outer.address + outer.nbytes - end)
+    behind = PageRange(end, outer.address + outer.nbytes - end)
     return [each for each in (before, behind) if each.nbytes]
 
 
@@ -92,13 +92,13 @@ class PrivateMemory:
             self._starts.append(start)
             self._ends.append(end)
 
-    def holds(self, pages: Pages) -> bool:
+    def holds(self, pages: PageRange) -> bool:
         """Return True if all of these pages are such memory."""
         i = bisect.bisect_right(self._starts, pages.address) - 1
         return i >= 0 and pages.address + pages.nbytes <= self._ends[i]
 
 
-def free_pages(pages: Pages) -> None:
+def free_pages(pages: PageRange) -> None:
     """Free the pages and protect them against access. See [Note: swapped pages].
 
     Raises:
@@ -115,13 +115,13 @@ def free_pages(pages: Pages) -> None:
         raise
 
 
-def protect(pages: Sequence[Pages]) -> None:
+def protect(pages: Sequence[PageRange]) -> None:
     """Protect pages against access: from now on it ends the process."""
     for each in pages:
         _call("mprotect", each, _PROT_NONE)
 
 
-def protect_and_free(pages: Iterable[Pages]) -> None:
+def protect_and_free(pages: Iterable[PageRange]) -> None:
     """Protect pages whose contents are not needed, and free those that the system allows.
 
     Raises:
@@ -138,12 +138,12 @@ def protect_and_free(pages: Iterable[Pages]) -> None:
         raise refused
 
 
-def unprotect(pages: Pages) -> None:
+def unprotect(pages: PageRange) -> None:
     """Make pages accessible again; they are zeros until they are filled."""
     _call("mprotect", pages, _PROT_READ_WRITE)
 
 
-def unprotect_for_refill(pages: Pages) -> None:
+def unprotect_for_refill(pages: PageRange) -> None:
     """Make pages accessible, and refill them with huge pages if the system has some.
 
     Filling and freeing pages of 2 MiB takes a fraction of the time for as many bytes in 4 KiB pages.
@@ -154,7 +154,7 @@ def unprotect_for_refill(pages: Pages) -> None:
         _libc.madvise(pages.address, pages.nbytes, _MADV_HUGEPAGE)
 
 
-def populate(pages: Pages) -> bool:
+def populate(pages: PageRange) -> bool:
     """Make accessible pages resident, contents unchanged; return False if refused (before Linux 5.14)."""
     return int(_libc.madvise(pages.address, pages.nbytes, MADV_POPULATE_WRITE)) == 0
 
@@ -166,7 +166,7 @@ def trim_heap() -> None:
         trim(0)
 
 
-def _call(name: str, pages: Pages, argument: int) -> None:
+def _call(name: str, pages: PageRange, argument: int) -> None:
     if getattr(_libc, name)(pages.address, pages.nbytes, argument):
         raise TransferError(
             errno=ctypes.get_errno() or errno.EINVAL,

@@ -14,7 +14,7 @@ Spoil = Callable[[int, int], None]
 """Function ``spoil(address, nbytes)`` that changes memory; called once per read in an engine's thread."""
 
 
-class SpoiledEngine(Engine):
+class CorruptingEngine(Engine):
     """Engine that corrupts what its inner engine has read.
 
     Attributes:

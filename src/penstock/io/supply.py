@@ -16,21 +16,21 @@ from typing import Final, Self
 
 from penstock.core.locks import condition
 from penstock.core.units import MIB
-from penstock.io.pages import Pages, populate
+from penstock.io.pages import PageRange, populate
 
 MAX_THREADS: Final = 4
 _PIECE_BYTES: Final = 16 * MIB
 """Bytes that a thread faults in at once."""
 
 
-class Supply:
+class Prefault:
     """Threads that make pages resident, contents unchanged, while the first of them are being filled.
 
     It is only a hint: if the system refuses, or no thread can be started, the pages become resident, or
     fail, when they are touched. The pages must be writable. Leave the ``with`` block to stop and wait.
     """
 
-    def __init__(self, pages: Sequence[Pages], *, threads: int | None = None) -> None:
+    def __init__(self, pages: Sequence[PageRange], *, threads: int | None = None) -> None:
         """Start the threads.
 
         Args:
@@ -73,10 +73,10 @@ class Supply:
         for thread in self._threads:
             thread.join()
 
-    def _in_order(self) -> Iterator[tuple[int, Pages]]:
+    def _in_order(self) -> Iterator[tuple[int, PageRange]]:
         for number, (address, nbytes) in enumerate(self._pages):
             for start in range(0, nbytes, _PIECE_BYTES):
-                yield number, Pages(address + start, min(_PIECE_BYTES, nbytes - start))
+                yield number, PageRange(address + start, min(_PIECE_BYTES, nbytes - start))
 
     def _work(self) -> None:
         while True:

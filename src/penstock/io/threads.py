@@ -21,7 +21,15 @@ from penstock.core.errors import ConfigError, TransferError
 from penstock.core.locks import condition, defer
 from penstock.io.engine import Engine, EngineSpec, File, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, drop_cache
-from penstock.io.jobs import Job, Piece, Queue, check, failure, resume_point, short_transfer
+from penstock.io.jobs import (
+    Queue,
+    TransferJob,
+    TransferPiece,
+    check,
+    failure,
+    resume_point,
+    short_transfer,
+)
 
 _PYBUF_WRITE: Final = 0x200
 _BUSY_RETRIES: Final = 1000
@@ -71,7 +79,7 @@ class _Queue(Queue):
         self._workers = 0  # threads that are started, or about to be
         self._idle = 0
 
-    def put(self, job: Job, max_threads: int) -> None:
+    def put(self, job: TransferJob, max_threads: int) -> None:
         pieces = -(-job.nbytes // self.piece_bytes)
         with self._wake:
             self._append(job)
@@ -94,7 +102,7 @@ class _Queue(Queue):
         if not self._workers:
             raise RuntimeError("can't start new thread")
 
-    def stop(self) -> list[Job]:
+    def stop(self) -> list[TransferJob]:
         """Let the workers finish running pieces and end; return the jobs that have not begun.
 
         The caller must settle those.
@@ -147,7 +155,7 @@ class _Queue(Queue):
         for job in stranded:
             job.settle(error)
 
-    def _take(self) -> Piece | None:
+    def _take(self) -> TransferPiece | None:
         with self._wake:
             while (piece := self._line.take()) is None:
                 if self._closed:
@@ -205,7 +213,7 @@ class ThreadEngine(Engine):
         if self._queue.guard.in_child:
             raise self._queue.guard.error("this I/O engine", "make one here")
         check(request)
-        job = Job(
+        job = TransferJob(
             request,
             self._spec.piece_bytes,
             cancel=self._queue.cancel,
@@ -239,7 +247,7 @@ def _cancel_unbegun(queue: _Queue) -> None:
         job.settle(CancelledError())
 
 
-def _move(syscalls: Syscalls, piece: Piece) -> TransferError | None:
+def _move(syscalls: Syscalls, piece: TransferPiece) -> TransferError | None:
     """Move one whole piece and return None, or the error."""
     job, start, nbytes = piece
     syscalls.prepare(job.keep_alive)
@@ -271,7 +279,7 @@ def _move(syscalls: Syscalls, piece: Piece) -> TransferError | None:
     return _drop_cache(syscalls, piece)
 
 
-def _drop_cache(syscalls: Syscalls, piece: Piece) -> TransferError | None:
+def _drop_cache(syscalls: Syscalls, piece: TransferPiece) -> TransferError | None:
     job = piece.job
     if job.file.direct:
         return None

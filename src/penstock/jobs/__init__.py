@@ -11,7 +11,7 @@ Suspending a single job is in :mod:`penstock.swap`. Read in this order:
 """
 
 from penstock.jobs.control import Client
-from penstock.jobs.description import Description, JobSpec, Machine, load
+from penstock.jobs.description import Description, JobsMachine, JobSpec, load
 from penstock.jobs.manager import Manager
 
-__all__ = ["Client", "Description", "JobSpec", "Machine", "Manager", "load"]
+__all__ = ["Client", "Description", "JobSpec", "JobsMachine", "Manager", "load"]

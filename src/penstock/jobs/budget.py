@@ -7,21 +7,21 @@ from typing import Final
 
 from penstock.core.errors import ConfigError, JobError
 from penstock.jobs.cgroups import own_place
-from penstock.jobs.description import Machine
-from penstock.jobs.enclosure import Enclosure, Room, remove_or_unlimit
-from penstock.jobs.policy import Entry
+from penstock.jobs.description import JobsMachine
+from penstock.jobs.enclosure import JobCgroup, JobCgroups, remove_or_unlimit
+from penstock.jobs.policy import JobEntry
 
 _AS_DESCRIBED: Final = "polling, as described"
 
 
-class Budget:
+class JobsBudget:
     """Budget of all jobs together. For one thread.
 
     Attributes:
         kept_by: Directory of its control group, or the reason why there is none.
     """
 
-    def __init__(self, machine: Machine, *, state: str, tell: Callable[[str], None]) -> None:
+    def __init__(self, machine: JobsMachine, *, state: str, tell: Callable[[str], None]) -> None:
         """Enforce nothing yet.
 
         Args:
@@ -33,7 +33,7 @@ class Budget:
         self._state = state
         self._tell = tell
         self._has_failed = self._is_closed = False
-        self._enclosure: Enclosure | None = None
+        self._enclosure: JobCgroups | None = None
         self.kept_by = _AS_DESCRIBED
 
     @property
@@ -58,7 +58,7 @@ class Budget:
         enforce, nbytes = self._machine.enforce, self._machine.memory_bytes
         try:
             if enforce != "polling":
-                self._enclosure = Enclosure(
+                self._enclosure = JobCgroups(
                     own_place(), state=self._state, budget_bytes=nbytes, found=found
                 )
                 self.kept_by = self._enclosure.path
@@ -81,7 +81,7 @@ class Budget:
                 "warning: this kernel cannot keep jobs out of swap, which memory over the limit may use"
             )
 
-    def allow(self, entries: Sequence[Entry]) -> None:
+    def allow(self, entries: Sequence[JobEntry]) -> None:
         """Set each job's limit in the kernel, before jobs are woken."""
         if self._enclosure is None:
             return
@@ -93,11 +93,11 @@ class Budget:
                 self._tell(f"warning: {error}")
             self._has_failed = True
 
-    def room_for(self, name: str) -> Room | None:
+    def room_for(self, name: str) -> JobCgroup | None:
         """Return a new job's control group; None without enforcement. Raises JobError."""
         return None if self._enclosure is None else self._enclosure.begin(name)
 
-    def room_of(self, name: str, pid: int) -> Room | None:
+    def room_of(self, name: str, pid: int) -> JobCgroup | None:
         """Return the control group of a job that an earlier manager has started."""
         return None if self._enclosure is None else self._enclosure.find(name, pid)
 

@@ -41,7 +41,7 @@ _NAMES: Final[Mapping[int, Mapping[str, str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CgroupMembership:
     """The memory group of a process."""
 
     path: str
@@ -50,7 +50,7 @@ class Place:
     """Version of control groups: 1 or 2."""
 
 
-def place_of(cgroup: str, mountinfo: str) -> Place:
+def place_of(cgroup: str, mountinfo: str) -> CgroupMembership:
     """Return the memory group of a process.
 
     Args:
@@ -77,11 +77,11 @@ def place_of(cgroup: str, mountinfo: str) -> Place:
         directory = os.path.normpath(os.path.join(mount, inner))
         if version == 2 and "memory" not in _words(directory, "cgroup.controllers"):
             raise JobError(f"the memory controller is not available in {directory!r}: {ADVICE}")
-        return Place(directory, version)
+        return CgroupMembership(directory, version)
     raise JobError("this process sees no mount of the memory controller")
 
 
-def own_place() -> Place:
+def own_place() -> CgroupMembership:
     """Return the memory group of this process. Raises JobError as ``place_of`` does."""
     try:
         here = Path("/proc/self")
@@ -105,7 +105,7 @@ def _mounts(mountinfo: str) -> list[tuple[str, str, str, str]]:
     return found
 
 
-class Group:
+class Cgroup:
     """A control group with a limit. For one thread.
 
     Attributes:
@@ -121,13 +121,13 @@ class Group:
         self._names = _NAMES[version]
 
     @classmethod
-    def at(cls, path: str) -> Group:
+    def at(cls, path: str) -> Cgroup:
         """Wrap an existing group of either version."""
         old = os.path.exists(os.path.join(path, _NAMES[1]["limit"]))
         return cls(path, 1 if old else 2)
 
     @classmethod
-    def make(cls, parent: str, name: str, version: int, *, limited: bool = True) -> Group:
+    def make(cls, parent: str, name: str, version: int, *, limited: bool = True) -> Cgroup:
         """Create a group, without a limit yet, or use an existing one.
 
         Args:
@@ -262,10 +262,10 @@ class Group:
         elif self._number("memory.use_hierarchy") == 0:  # an old kernel: they would not count here
             self._write("memory.use_hierarchy", "1")
 
-    def below(self) -> list[Group]:
+    def below(self) -> list[Cgroup]:
         """Return the child groups."""
         with suppress(OSError), os.scandir(self.path) as entries:
-            return [Group(each.path, self._version) for each in entries if each.is_dir()]
+            return [Cgroup(each.path, self._version) for each in entries if each.is_dir()]
         return []
 
     def enter(self, pid: int) -> None:

@@ -30,7 +30,7 @@ _IDLE_S: Final = 1.0
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-class Manages(Protocol):
+class ManagerRequests(Protocol):
     """Requests to a manager, which a :class:`.Manager` implements."""
 
     def status(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Manages(Protocol):
         """Stop a job, or all; return a message."""
 
 
-def answer(manager: Manages, request: Mapping[str, Any]) -> dict[str, Any]:
+def answer(manager: ManagerRequests, request: Mapping[str, Any]) -> dict[str, Any]:
     """Execute a request. Raises JobError if it is invalid, and the manager's errors."""
     what, name = request.get("do"), request.get("name")
     if what == "status":

@@ -23,7 +23,7 @@ _SCALES: Final = {"ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class JobsMachine:
     """Limits of all jobs together. Sizes are bytes or have a unit, durations have a unit."""
 
     memory: int | str
@@ -232,7 +232,7 @@ class JobSpec:
 class Description:
     """A machine and the jobs that share it."""
 
-    machine: Machine
+    machine: JobsMachine
     jobs: tuple[JobSpec, ...]
 
     source: str = ""
@@ -309,7 +309,7 @@ class Description:
         tables = document.get("job", [])
         if not isinstance(tables, list) or not all(isinstance(each, Mapping) for each in tables):
             raise ConfigError(f"{source}: 'job' must be tables with the header [[job]]")
-        machine = _made(Machine, document.get("machine"), f"{source}: [machine]")
+        machine = _made(JobsMachine, document.get("machine"), f"{source}: [machine]")
         flash = tuple(os.path.join(os.path.abspath(base), each) for each in machine.directories)
         object.__setattr__(machine, "flash", flash)
         jobs = []
@@ -357,7 +357,7 @@ def _made(kind: type[Any], table: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}: unknown key {unknown[0]!r} = {table[unknown[0]]!r}; known are {', '.join(known)}"
         )
-    required = "memory" if kind is Machine else "name"
+    required = "memory" if kind is JobsMachine else "name"
     if required not in table:
         raise ConfigError(f"{where}: {required} is missing")
     values = {key: tuple(each) if isinstance(each, list) else each for key, each in table.items()}

@@ -22,9 +22,9 @@ from typing import Final
 
 from penstock.core.errors import JobError
 from penstock.core.units import MIB
-from penstock.jobs.cgroups import ADVICE, NO_LIMIT, Group, Place
+from penstock.jobs.cgroups import ADVICE, NO_LIMIT, Cgroup, CgroupMembership
 from penstock.jobs.limits import shares
-from penstock.jobs.policy import Entry
+from penstock.jobs.policy import JobEntry
 from penstock.jobs.processes import shell_prefix
 
 _STEP_BYTES: Final = MIB
@@ -36,11 +36,11 @@ _JOB: Final = "job-"
 """Prefix of a job's name, because the kernel has files in a group, such as ``tasks``."""
 
 
-class Room:
+class JobCgroup:
     """Control group of one job. For one thread."""
 
-    def __init__(self, group: Group, *, end: Callable[[], None]) -> None:
-        """Wrap a group; made by :class:`Enclosure`."""
+    def __init__(self, group: Cgroup, *, end: Callable[[], None]) -> None:
+        """Wrap a group; made by :class:`JobCgroups`."""
         self._group = group
         self._end = end
         self._kills = group.kills()
@@ -68,7 +68,7 @@ class Room:
         self._end()
 
 
-class Enclosure:
+class JobCgroups:
     """The groups of a manager's jobs. For one thread.
 
     Attributes:
@@ -76,7 +76,7 @@ class Enclosure:
     """
 
     def __init__(
-        self, place: Place, *, state: str, budget_bytes: int, found: str | None = None
+        self, place: CgroupMembership, *, state: str, budget_bytes: int, found: str | None = None
     ) -> None:
         """Create the group, or take over that of a killed manager.
 
@@ -91,11 +91,11 @@ class Enclosure:
         """
         self._place = place
         self._budget_bytes = budget_bytes
-        self._manager_group: Group | None = None
-        self._jobs: dict[str, Group] = {}
+        self._manager_group: Cgroup | None = None
+        self._jobs: dict[str, Cgroup] = {}
         self._shares: dict[str, int] = {}
         if found is not None and _is_ours(found) and not remove_groups(found):
-            self._all = Group.at(found)
+            self._all = Cgroup.at(found)
         else:
             self._move_manager()
             self._all = self._make_group(state)
@@ -110,7 +110,7 @@ class Enclosure:
 
     def _move_manager(self) -> None:
         """Move the manager; see [Note: group of the manager]. Raises JobError."""
-        above = Group(self._place.path, self._place.version)
+        above = Cgroup(self._place.path, self._place.version)
         for each in above.below():
             if os.path.basename(each.path).startswith(_MANAGER):
                 each.remove()  # of a killed manager, if it is empty
@@ -123,7 +123,9 @@ class Enclosure:
                     f"{self._place.path!r} does not belong to this user ({error.strerror}): {ADVICE}"
                 ) from error
         name = f"{_MANAGER}{os.getpid()}"
-        self._manager_group = Group.make(self._place.path, name, self._place.version, limited=False)
+        self._manager_group = Cgroup.make(
+            self._place.path, name, self._place.version, limited=False
+        )
         try:
             self._manager_group.enter(os.getpid())
             above.limit_groups_below()
@@ -134,10 +136,10 @@ class Enclosure:
                 f"groups in {self._place.path!r} cannot be limited ({others}): {ADVICE}"
             ) from error
 
-    def _make_group(self, state: str) -> Group:
+    def _make_group(self, state: str) -> Cgroup:
         digest = hashlib.sha256(os.path.realpath(state).encode()).hexdigest()[:12]
         try:
-            return Group.make(self._place.path, f"{_JOBS}{digest}", self._place.version)
+            return Cgroup.make(self._place.path, f"{_JOBS}{digest}", self._place.version)
         except JobError:
             self._move_manager_back()
             raise
@@ -145,7 +147,7 @@ class Enclosure:
     def _move_manager_back(self) -> None:
         if self._manager_group is None:
             return
-        above = Group(self._place.path, self._place.version)
+        above = Cgroup(self._place.path, self._place.version)
         try:
             above.limit_groups_below(allowed=False)
             above.enter(os.getpid())
@@ -156,29 +158,29 @@ class Enclosure:
 
     # -- jobs -----------------------------------------------------------------------------------------
 
-    def begin(self, name: str) -> Room:
+    def begin(self, name: str) -> JobCgroup:
         """Create the empty group of a new job, with its limit of the last ``allow``.
 
         Raises:
             JobError: It cannot be created.
         """
         path = os.path.join(self.path, _JOB + name)
-        Group.at(path).remove()  # an earlier one has counted killed processes
-        group = Group.make(self.path, _JOB + name, self._place.version)
+        Cgroup.at(path).remove()  # an earlier one has counted killed processes
+        group = Cgroup.make(self.path, _JOB + name, self._place.version)
         group.kill_together()
         group.limit(self._shares[name])
         return self._room(name, group)
 
-    def find(self, name: str, pid: int) -> Room | None:
+    def find(self, name: str, pid: int) -> JobCgroup | None:
         """Return the group of a job of an earlier manager; None if it is in none of our groups."""
-        group = Group.at(os.path.join(self.path, _JOB + name))
+        group = Cgroup.at(os.path.join(self.path, _JOB + name))
         return self._room(name, group) if pid in group.processes() else None
 
-    def _room(self, name: str, group: Group) -> Room:
+    def _room(self, name: str, group: Cgroup) -> JobCgroup:
         self._jobs[name] = group
-        return Room(group, end=lambda: self._end(name))
+        return JobCgroup(group, end=lambda: self._end(name))
 
-    def allow(self, entries: Sequence[Entry]) -> None:
+    def allow(self, entries: Sequence[JobEntry]) -> None:
         """Set each job's limit, lower ones first. Raises JobError.
 
         Args:
@@ -217,7 +219,7 @@ class Enclosure:
 
 def remove_groups(path: str) -> bool:
     """Remove a group and its child groups if they have no processes; return whether it is removed."""
-    group = Group.at(path)
+    group = Cgroup.at(path)
     for each in group.below():
         each.remove()
     return group.remove()
@@ -226,7 +228,7 @@ def remove_groups(path: str) -> bool:
 def remove_or_unlimit(path: str) -> None:
     """Remove a group, or its limits if it has processes."""
     if _is_ours(path) and not remove_groups(path):
-        group = Group.at(path)
+        group = Cgroup.at(path)
         for each in (*group.below(), group):
             each.limit(NO_LIMIT, swap=True)
 

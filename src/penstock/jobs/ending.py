@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from typing import Final
 
-from penstock.jobs.processes import Process
+from penstock.jobs.processes import JobProcess
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 _AWAKE_TIMES: Final = len(_SIGNALS) - 1
@@ -18,7 +18,7 @@ _ASLEEP_TIMES: Final = 3
 """Multiple of the grace time for a sleeping job, which is woken first so that its script can end."""
 
 
-class Ending:
+class Termination:
     """Termination of one job, advanced by calls of ``proceed``. For one thread."""
 
     def __init__(self, grace_s: float) -> None:
@@ -38,7 +38,9 @@ class Ending:
         """True once a signal was sent, after which the job no longer sleeps."""
         return self._times > 0
 
-    def proceed(self, process: Process, now: float, *, asleep: bool, waits: bool = False) -> None:
+    def proceed(
+        self, process: JobProcess, now: float, *, asleep: bool, waits: bool = False
+    ) -> None:
         """Send the next signal if it is due.
 
         Args:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Interrupts:
+class ManagerInterrupts:
     """Record of received signals, which the manager acts on between two polls.
 
     Attributes:

@@ -8,14 +8,14 @@ from typing import Final
 
 from penstock.core.errors import ConfigError, free_space_bytes
 from penstock.core.units import MIB, format_bytes
-from penstock.jobs.description import Machine
-from penstock.jobs.policy import ALIVE, Entry, Limits, Phase
+from penstock.jobs.description import JobsMachine
+from penstock.jobs.policy import ALIVE, JobEntry, JobPhase, Limits
 
 _ASLEEP_BYTES: Final = 64 * MIB
 """Margin for a sleeping process above what it holds, since some of its threads do not sleep."""
 
 
-def limits_of(machine: Machine, resting_bytes: int) -> Limits:
+def limits_of(machine: JobsMachine, resting_bytes: int) -> Limits:
     """Return the limits of a machine.
 
     Args:
@@ -50,7 +50,7 @@ def limits_of(machine: Machine, resting_bytes: int) -> Limits:
     )
 
 
-def shares(entries: Sequence[Entry], budget_bytes: int) -> dict[str, int]:
+def shares(entries: Sequence[JobEntry], budget_bytes: int) -> dict[str, int]:
     """Return the memory limit of each job that has a process; the sum is at most the budget.
 
     Each gets what it is charged for. The rest is divided: a little to sleeping jobs, the remainder in
@@ -65,13 +65,13 @@ def shares(entries: Sequence[Entry], budget_bytes: int) -> dict[str, int]:
     made = {each.name: each.charge_bytes for each in alive}
     free = budget_bytes - sum(each.charge_bytes for each in entries)
     for each in alive:
-        if free < 0 and each.phase is Phase.AWAKE:
+        if free < 0 and each.phase is JobPhase.AWAKE:
             less = min(-free, each.charge_bytes - each.held_bytes)
             made[each.name] -= less
             free += less
     if not alive or free <= 0:
         return made
-    resting = [each for each in alive if each.phase is Phase.ASLEEP]
+    resting = [each for each in alive if each.phase is JobPhase.ASLEEP]
     a_little = min(_ASLEEP_BYTES, free // len(alive))
     for each in resting:
         made[each.name] += a_little

@@ -23,32 +23,32 @@ from typing import Any, Final
 
 from penstock.core.errors import ConfigError, JobError
 from penstock.core.units import MIB
-from penstock.jobs.budget import Budget
+from penstock.jobs.budget import JobsBudget
 from penstock.jobs.command import Command, run_command
 from penstock.jobs.control import Server, answer
 from penstock.jobs.description import Description
-from penstock.jobs.interrupts import Interrupts
+from penstock.jobs.interrupts import ManagerInterrupts
 from penstock.jobs.limits import limits_of
 from penstock.jobs.policy import (
     ALIVE,
-    Decision,
-    Entry,
-    Phase,
-    Turn,
+    JobDecision,
+    JobEntry,
+    JobPhase,
+    PolicyTurn,
     decide,
     prefetch_allowance,
     slice_s,
     virtual_start,
 )
-from penstock.jobs.record import Recording, StateDirectory
+from penstock.jobs.record import RecordWriter, StateDirectory
 from penstock.jobs.task import Task
-from penstock.jobs.teller import Teller
+from penstock.jobs.teller import ProgressReporter
 
 _POLL_S: Final = 0.02
 _SLOW_POLL_S: Final = 0.1
 """Interval of polls while no job changes its phase, since a poll takes time of a core from jobs."""
 _POLLS_PER_SLICE: Final = 20
-_STEADY: Final = frozenset({Phase.WAITING, Phase.AWAKE, Phase.ASLEEP, Phase.OVER})
+_STEADY: Final = frozenset({JobPhase.WAITING, JobPhase.AWAKE, JobPhase.ASLEEP, JobPhase.OVER})
 _MEASURE_S: Final = 0.25
 _MARGIN_BYTES: Final = 128 * MIB
 """Memory that is not used for prefetching if the kernel enforces the budget and would kill for it."""
@@ -91,19 +91,19 @@ class Manager:
         self.description = description
         self.found: list[str] = []
         self._tell = tell or (lambda line: None)
-        self._teller = Teller(self._tell)
+        self._teller = ProgressReporter(self._tell)
         self._command = command
         self._clock = clock
         self._state = StateDirectory(state)
         self._tasks: dict[str, Task] = {}
-        self._turn = Turn()
+        self._turn = PolicyTurn()
         self._then = clock()
         self._measured = -1e9
         self._starting: dict[str, float] = {}
         self._ending = False
-        self._interrupts = Interrupts()
-        self._recording = Recording(self._state, self._tell)
-        self._budget = Budget(description.machine, state=self._state.path, tell=self._tell)
+        self._interrupts = ManagerInterrupts()
+        self._recording = RecordWriter(self._state, self._tell)
+        self._budget = JobsBudget(description.machine, state=self._state.path, tell=self._tell)
         try:
             for spec in description.jobs:
                 self._tasks[spec.name] = Task(spec, description.machine, self._state)
@@ -127,7 +127,7 @@ class Manager:
         group = record.get("group")
         try:
             found = {str(each["name"]): each for each in record["jobs"]}
-            if all(each["phase"] == Phase.OVER.value for each in found.values()):
+            if all(each["phase"] == JobPhase.OVER.value for each in found.values()):
                 found = {}  # that run has ended: this is a new one
             for name, task in self._tasks.items():
                 if name not in found and task.lives_unrecorded:
@@ -135,7 +135,7 @@ class Manager:
             for name, each in found.items():
                 if name in self._tasks:
                     self._tasks[name].adopt(each)
-                elif each["phase"] not in (Phase.OVER.value, Phase.WAITING.value):
+                elif each["phase"] not in (JobPhase.OVER.value, JobPhase.WAITING.value):
                     raise ConfigError(
                         f"job {name!r} of an earlier manager may still run, process {each['pid']}, but is"
                         " not in the description any more: add it again, or end it and remove"
@@ -170,7 +170,7 @@ class Manager:
                 self._recording.write(self._document(), self._clock())
                 self._budget.report()
                 while not self._interrupts.detaching and any(
-                    task.phase is not Phase.OVER for task in self._tasks.values()
+                    task.phase is not JobPhase.OVER for task in self._tasks.values()
                 ):
                     self._server.serve(self._poll_interval_s())
                     self._handle_signals()
@@ -199,7 +199,7 @@ class Manager:
         ending = any(task.is_ending for task in self._tasks.values())
         for task in self._tasks.values():
             task.observe(now, measure=measure, others_end=ending)
-            if task.phase in (Phase.AWAKE, Phase.SUSPENDING):
+            if task.phase in (JobPhase.AWAKE, JobPhase.SUSPENDING):
                 task.awake_s += passed
                 task.virtual_s += passed / task.spec.weight
         self._count_turn(now, passed)
@@ -214,12 +214,12 @@ class Manager:
     def _count_turn(self, now: float, passed: float) -> None:
         """Count the time of the turn, which begins when all its jobs are awake."""
         for name, task in self._tasks.items():
-            if task.phase is not Phase.STARTING:
+            if task.phase is not JobPhase.STARTING:
                 self._starting.pop(name, None)
         begun = all(
-            task.phase is Phase.AWAKE
+            task.phase is JobPhase.AWAKE
             or (
-                task.phase is Phase.STARTING
+                task.phase is JobPhase.STARTING
                 and now - self._starting.setdefault(name, now) > _START_S
             )
             for name, task in self._tasks.items()
@@ -228,7 +228,7 @@ class Manager:
         if begun:
             self._turn = replace(self._turn, spent_s=self._turn.spent_s + passed)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[JobEntry]:
         """Return the jobs as input of the policy."""
         now = self._clock()
         limit = self.description.machine.memory_bytes
@@ -240,7 +240,7 @@ class Manager:
             made.append(task.entry(now, free_bytes=max(limit - others, 0)))
         return made
 
-    def _act(self, decision: Decision, entries: list[Entry]) -> None:
+    def _act(self, decision: JobDecision, entries: list[JobEntry]) -> None:
         self._budget.allow(
             [_woken(each) if each.name in decision.wake else each for each in entries]
         )
@@ -249,14 +249,14 @@ class Manager:
         for name in decision.wake:
             task = self._tasks[name]
             others = [each for each in entries if each.name != name]
-            if task.phase is Phase.WAITING:
+            if task.phase is JobPhase.WAITING:
                 task.virtual_s = max(task.virtual_s, virtual_start(others))
                 self._begin(task)
             else:
                 task.wake()
         for name, task in self._tasks.items():
             task.note = decision.notes.get(name, "")
-            if task.held_back and not task.note and task.phase is Phase.ASLEEP:
+            if task.held_back and not task.note and task.phase is JobPhase.ASLEEP:
                 task.note = "sleeps until it is resumed"
 
     def _begin(self, task: Task) -> None:
@@ -323,7 +323,7 @@ class Manager:
         if not self._limits.flash_bytes:
             raise JobError(f"job {name!r} cannot sleep: [machine] flash names no directory")
         task.held_back = True
-        if task.phase is Phase.WAITING:
+        if task.phase is JobPhase.WAITING:
             return f"{name} does not start until it is resumed"
         return f"{name} sleeps at the end of its step, until it is resumed"
 
@@ -344,7 +344,7 @@ class Manager:
             return f"{name} is being stopped"
         self._ending = True
         for task in self._tasks.values():
-            if task.phase is not Phase.OVER:
+            if task.phase is not JobPhase.OVER:
                 task.stop()
         return "all jobs are being stopped, and the manager ends after them"
 
@@ -354,7 +354,7 @@ class Manager:
             raise JobError(
                 f"there is no job {name!r} to {what}; there are {', '.join(self._tasks)}"
             )
-        if task.phase is Phase.OVER:
+        if task.phase is JobPhase.OVER:
             raise JobError(f"job {name!r} has ended ({task.told}): there is nothing to {what}")
         return task
 
@@ -403,7 +403,7 @@ class Manager:
         self.close()
 
 
-def _woken(entry: Entry) -> Entry:
+def _woken(entry: JobEntry) -> JobEntry:
     """Return the entry in the phase after its wake-up."""
-    phase = Phase.STARTING if entry.phase is Phase.WAITING else Phase.WAKING
+    phase = JobPhase.STARTING if entry.phase is JobPhase.WAITING else JobPhase.WAKING
     return replace(entry, phase=phase)

@@ -43,7 +43,7 @@ from typing import Final
 from penstock.core.units import MIB, format_bytes
 
 
-class Phase(Enum):
+class JobPhase(Enum):
     """Phase of a job. In a transition it is charged for both phases."""
 
     WAITING = "waiting"
@@ -59,10 +59,16 @@ class Phase(Enum):
     """The process has ended."""
 
 
-ALIVE: Final = (Phase.STARTING, Phase.AWAKE, Phase.SUSPENDING, Phase.ASLEEP, Phase.WAKING)
-UP: Final = (Phase.STARTING, Phase.AWAKE, Phase.WAKING)
+ALIVE: Final = (
+    JobPhase.STARTING,
+    JobPhase.AWAKE,
+    JobPhase.SUSPENDING,
+    JobPhase.ASLEEP,
+    JobPhase.WAKING,
+)
+UP: Final = (JobPhase.STARTING, JobPhase.AWAKE, JobPhase.WAKING)
 """Phases in which a job holds, or is about to hold, all that it needs."""
-BETWEEN: Final = (Phase.STARTING, Phase.SUSPENDING, Phase.WAKING)
+BETWEEN: Final = (JobPhase.STARTING, JobPhase.SUSPENDING, JobPhase.WAKING)
 
 
 LEAST_SLICE_S: Final = 2.0
@@ -75,11 +81,11 @@ _MIN_PREFETCH_BYTES: Final = 64 * MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class JobEntry:
     """A job as input of the policy."""
 
     name: str
-    phase: Phase
+    phase: JobPhase
     need_bytes: int
     """DRAM needed while awake."""
     held_bytes: int = 0
@@ -108,21 +114,21 @@ class Entry:
     @property
     def charge_bytes(self) -> int:
         """Charged bytes of DRAM."""
-        if self.phase in (Phase.WAITING, Phase.OVER):
+        if self.phase in (JobPhase.WAITING, JobPhase.OVER):
             return self.held_bytes
-        if self.phase is Phase.ASLEEP:
+        if self.phase is JobPhase.ASLEEP:
             return max(self.held_bytes, self.rest_bytes + self.fetch_bytes)
         return max(self.need_bytes, self.held_bytes)
 
     @property
     def device_charge_bytes(self) -> int:
         """Charged bytes of device memory."""
-        return self.device_bytes if self.phase in (*UP, Phase.SUSPENDING) else 0
+        return self.device_bytes if self.phase in (*UP, JobPhase.SUSPENDING) else 0
 
     @property
     def runnable(self) -> bool:
         """True if it should have turns."""
-        return self.phase is not Phase.OVER and (not self.held_back or self.urgent)
+        return self.phase is not JobPhase.OVER and (not self.held_back or self.urgent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +148,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class PolicyTurn:
     """The jobs of a turn."""
 
     chosen: frozenset[str] = frozenset()
@@ -153,10 +159,10 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class JobDecision:
     """Actions to take now; later decisions bring further ones."""
 
-    turn: Turn
+    turn: PolicyTurn
     sleep: tuple[str, ...] = ()
     wake: tuple[str, ...] = ()
     """Jobs to wake, which fit now."""
@@ -164,7 +170,7 @@ class Decision:
     """Reason of each waiting job."""
 
 
-def decide(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Decision:
+def decide(entries: Sequence[JobEntry], turn: PolicyTurn, limits: Limits) -> JobDecision:
     """Decide which jobs sleep and which wake.
 
     Args:
@@ -175,9 +181,9 @@ def decide(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Decision:
     ranked = rank(entries, limits)
     begun, notes = _may_begin(ranked, limits)
     able = [each for each in ranked if each.runnable and each.name in begun]
-    fresh = _choose(able, Turn(), entries, limits)
+    fresh = _choose(able, PolicyTurn(), entries, limits)
     if not _continues(able, fresh, turn, slice_s(entries, turn, limits)):
-        turn = Turn()
+        turn = PolicyTurn()
     chosen = _choose(able, turn, entries, limits)
     # a job that has waited too long and is chosen now keeps its turn to the end
     patient_s = patience_s(entries, limits)
@@ -187,7 +193,7 @@ def decide(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Decision:
     sleep = tuple(
         each.name
         for each in entries
-        if each.phase is Phase.AWAKE
+        if each.phase is JobPhase.AWAKE
         and each.name not in chosen
         and not each.fixed
         and limits.flash_bytes is not None
@@ -195,14 +201,14 @@ def decide(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Decision:
     )
     wake = _wake_now([each for each in ranked if each.name in chosen], entries, limits)
     for each in able:
-        if each.name not in chosen or each.phase in (Phase.WAITING, Phase.ASLEEP):
+        if each.name not in chosen or each.phase in (JobPhase.WAITING, JobPhase.ASLEEP):
             notes.setdefault(each.name, _reason(each, entries, wake, limits))
     for name in wake:
         notes.pop(name, None)
-    return Decision(turn=turn, sleep=sleep, wake=wake, notes=notes)
+    return JobDecision(turn=turn, sleep=sleep, wake=wake, notes=notes)
 
 
-def slice_s(entries: Iterable[Entry], turn: Turn, limits: Limits) -> float:
+def slice_s(entries: Iterable[JobEntry], turn: PolicyTurn, limits: Limits) -> float:
     """Return the duration of a turn, counted while all its jobs are awake. See [Note: slices]."""
     if limits.slice_s is not None:
         return limits.slice_s
@@ -210,20 +216,20 @@ def slice_s(entries: Iterable[Entry], turn: Turn, limits: Limits) -> float:
     return max(LEAST_SLICE_S, moving_s / MOVING_SHARE)
 
 
-def patience_s(entries: Sequence[Entry], limits: Limits) -> float:
+def patience_s(entries: Sequence[JobEntry], limits: Limits) -> float:
     """Return the waiting time after which a job goes first. See [Note: starvation]."""
     if limits.patience_s is not None:
         return limits.patience_s
-    alone = [Turn(chosen=frozenset({each.name})) for each in entries if each.runnable]
+    alone = [PolicyTurn(chosen=frozenset({each.name})) for each in entries if each.runnable]
     round_s = sum(slice_s(entries, turn, limits) for turn in alone)
     return max(LEAST_PATIENCE_S, PATIENT_ROUNDS * round_s)
 
 
-def rank(entries: Sequence[Entry], limits: Limits) -> list[Entry]:
+def rank(entries: Sequence[JobEntry], limits: Limits) -> list[JobEntry]:
     """Return all jobs in scheduling order."""
     patient_s = patience_s(entries, limits)
 
-    def key(each: Entry) -> tuple[object, ...]:
+    def key(each: JobEntry) -> tuple[object, ...]:
         if each.urgent:
             return (0, 0, 0.0, each.name)
         if _is_aged(each, patient_s):
@@ -233,13 +239,13 @@ def rank(entries: Sequence[Entry], limits: Limits) -> list[Entry]:
     return sorted(entries, key=key)
 
 
-def next_to_wake(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Entry | None:
+def next_to_wake(entries: Sequence[JobEntry], turn: PolicyTurn, limits: Limits) -> JobEntry | None:
     """Return the sleeping job that will probably be woken first after this turn."""
     whole_s = slice_s(entries, turn, limits)
     left_s = max(whole_s - turn.spent_s, 0.0)
     later = [
         replace(each, virtual_s=each.virtual_s + left_s / each.weight, waited_s=0.0)
-        if each.phase is Phase.AWAKE
+        if each.phase is JobPhase.AWAKE
         else replace(each, waited_s=each.waited_s + left_s)
         for each in entries
     ]
@@ -249,14 +255,14 @@ def next_to_wake(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Entry 
         (
             named[each.name]
             for each in rank(later, limits)
-            if each.name in decided.turn.chosen and each.phase is Phase.ASLEEP
+            if each.name in decided.turn.chosen and each.phase is JobPhase.ASLEEP
         ),
         None,
     )
 
 
 def prefetch_allowance(
-    entries: Sequence[Entry], turn: Turn, limits: Limits, rests: Mapping[str, int]
+    entries: Sequence[JobEntry], turn: PolicyTurn, limits: Limits, rests: Mapping[str, int]
 ) -> tuple[str, int] | None:
     """Return the job that may prefetch memory, and how many bytes. See [Note: prefetching a job].
 
@@ -276,7 +282,7 @@ def prefetch_allowance(
     return (next_one.name, nbytes) if nbytes >= _MIN_PREFETCH_BYTES else None
 
 
-def virtual_start(entries: Iterable[Entry]) -> float:
+def virtual_start(entries: Iterable[JobEntry]) -> float:
     """Return the virtual time of a new or returning job, which has no claim to past time.
 
     Args:
@@ -286,16 +292,16 @@ def virtual_start(entries: Iterable[Entry]) -> float:
     return min((each.virtual_s for each in running), default=0.0)
 
 
-def _is_aged(each: Entry, patient_s: float) -> bool:
+def _is_aged(each: JobEntry, patient_s: float) -> bool:
     return (
-        each.phase in (Phase.WAITING, Phase.ASLEEP)
+        each.phase in (JobPhase.WAITING, JobPhase.ASLEEP)
         and not each.held_back
         and each.waited_s > patient_s
     )
 
 
 def _continues(
-    able: Sequence[Entry], fresh: Mapping[str, Entry], turn: Turn, whole_s: float
+    able: Sequence[JobEntry], fresh: Mapping[str, JobEntry], turn: PolicyTurn, whole_s: float
 ) -> bool:
     """Return whether the turn continues: it has time left, and no job of a new turn takes precedence."""
     mine = [each for each in able if each.name in turn.chosen]
@@ -309,13 +315,13 @@ def _continues(
 
 
 def _choose(
-    able: Sequence[Entry], turn: Turn, entries: Sequence[Entry], limits: Limits
-) -> dict[str, Entry]:
+    able: Sequence[JobEntry], turn: PolicyTurn, entries: Sequence[JobEntry], limits: Limits
+) -> dict[str, JobEntry]:
     """Choose, in scheduling order, each job that fits; jobs of the present turn come first."""
     rests = {each.name: _rest_bytes(each) for each in entries}
     free = limits.memory_bytes - sum(rests.values())
     device = limits.device_bytes
-    chosen: dict[str, Entry] = {}
+    chosen: dict[str, JobEntry] = {}
     leaving = [each for each in entries if each.phase in UP and each not in able]
     for each in (*leaving, *(one for one in able if _stays_up(one, limits))):
         free -= max(each.need_bytes, each.held_bytes) - rests[each.name]
@@ -333,32 +339,36 @@ def _choose(
     return chosen
 
 
-def _stays_up(each: Entry, limits: Limits) -> bool:
+def _stays_up(each: JobEntry, limits: Limits) -> bool:
     """Return whether it is up and cannot be put to sleep."""
-    cannot = each.fixed or limits.flash_bytes is None or each.phase is Phase.STARTING
+    cannot = each.fixed or limits.flash_bytes is None or each.phase is JobPhase.STARTING
     return each.phase in UP and cannot
 
 
-def _rest_bytes(each: Entry) -> int:
+def _rest_bytes(each: JobEntry) -> int:
     """Return the bytes that it holds if it is not chosen."""
-    return each.held_bytes if each.phase in (Phase.WAITING, Phase.OVER) else each.rest_bytes
+    return each.held_bytes if each.phase in (JobPhase.WAITING, JobPhase.OVER) else each.rest_bytes
 
 
-def _is_crowded(chosen: Mapping[str, Entry], entries: Sequence[Entry], limits: Limits) -> bool:
+def _is_crowded(
+    chosen: Mapping[str, JobEntry], entries: Sequence[JobEntry], limits: Limits
+) -> bool:
     """Return whether a chosen job waits for memory, or the budget is exceeded."""
     if any(each.phase not in UP for each in chosen.values()):
         return True
     return sum(each.charge_bytes for each in entries) > limits.memory_bytes
 
 
-def _wake_now(wanted: Sequence[Entry], entries: Sequence[Entry], limits: Limits) -> tuple[str, ...]:
+def _wake_now(
+    wanted: Sequence[JobEntry], entries: Sequence[JobEntry], limits: Limits
+) -> tuple[str, ...]:
     free = limits.memory_bytes - sum(each.charge_bytes for each in entries)
     device = limits.device_bytes
     if device is not None:
         device -= sum(each.device_charge_bytes for each in entries)
     made = []
     for each in wanted:
-        if each.phase not in (Phase.WAITING, Phase.ASLEEP):
+        if each.phase not in (JobPhase.WAITING, JobPhase.ASLEEP):
             continue
         more = max(each.need_bytes - each.charge_bytes, 0)
         if more > free or (device is not None and each.device_bytes > device):
@@ -369,13 +379,13 @@ def _wake_now(wanted: Sequence[Entry], entries: Sequence[Entry], limits: Limits)
     return tuple(made)
 
 
-def _may_begin(ranked: Sequence[Entry], limits: Limits) -> tuple[set[str], dict[str, str]]:
+def _may_begin(ranked: Sequence[JobEntry], limits: Limits) -> tuple[set[str], dict[str, str]]:
     """Return the jobs that have started or may, and reasons for others. See [Note: starting a job]."""
     begun = [each for each in ranked if each.phase in ALIVE]
     notes: dict[str, str] = {}
     for each in ranked:
-        if each.phase is not Phase.WAITING or not each.runnable or not begun:
-            if each.phase is Phase.WAITING and each.runnable:
+        if each.phase is not JobPhase.WAITING or not each.runnable or not begun:
+            if each.phase is JobPhase.WAITING and each.runnable:
                 begun.append(each)
             continue
         reason = _obstacle([*begun, each], limits)
@@ -386,7 +396,7 @@ def _may_begin(ranked: Sequence[Entry], limits: Limits) -> tuple[set[str], dict[
     return {each.name for each in begun}, notes
 
 
-def _obstacle(together: Sequence[Entry], limits: Limits) -> str | None:
+def _obstacle(together: Sequence[JobEntry], limits: Limits) -> str | None:
     """Return the reason why these jobs cannot all be started, or None."""
     if limits.flash_bytes is None:
         memory = sum(max(each.need_bytes, each.held_bytes) for each in together)
@@ -417,11 +427,13 @@ def _obstacle(together: Sequence[Entry], limits: Limits) -> str | None:
     return None
 
 
-def _reason(each: Entry, entries: Sequence[Entry], wake: Sequence[str], limits: Limits) -> str:
+def _reason(
+    each: JobEntry, entries: Sequence[JobEntry], wake: Sequence[str], limits: Limits
+) -> str:
     up = [
         one
         for one in entries
-        if one.name != each.name and (one.phase in (*UP, Phase.SUSPENDING) or one.name in wake)
+        if one.name != each.name and (one.phase in (*UP, JobPhase.SUSPENDING) or one.name in wake)
     ]
     fixed = [one.name for one in up if one.fixed]
     if fixed:

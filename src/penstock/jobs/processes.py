@@ -38,7 +38,7 @@ class Identity:
         return self.pid > 0 and start_ticks(self.pid) == self.start_ticks
 
 
-class Process:
+class JobProcess:
     """A job's process. For one thread.
 
     Attributes:

@@ -147,7 +147,7 @@ class StateDirectory:
                 os.close(fd)
 
 
-class Recording:
+class RecordWriter:
     """Writer of the record, which reports a failure once. For one thread."""
 
     def __init__(self, state: StateDirectory, tell: Callable[[str], None]) -> None:

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 from penstock.core.errors import JobError
 from penstock.core.units import MIB, format_bytes
-from penstock.jobs.budget import Budget
-from penstock.jobs.description import JobSpec, Machine
-from penstock.jobs.enclosure import Room
-from penstock.jobs.ending import Ending
+from penstock.jobs.budget import JobsBudget
+from penstock.jobs.description import JobsMachine, JobSpec
+from penstock.jobs.enclosure import JobCgroup
+from penstock.jobs.ending import Termination
 from penstock.jobs.logs import disk_is_full, last_lines, length_of, rotate
-from penstock.jobs.policy import ALIVE, Entry, Phase
-from penstock.jobs.processes import Identity, Process, describe_end, end_holders
+from penstock.jobs.policy import ALIVE, JobEntry, JobPhase
+from penstock.jobs.processes import Identity, JobProcess, describe_end, end_holders
 from penstock.jobs.record import StateDirectory
 from penstock.swap.channel import ManagerEnd, Status
 
@@ -49,10 +49,10 @@ class Task:
         note: Reason why it waits.
     """
 
-    def __init__(self, spec: JobSpec, machine: Machine, state: StateDirectory) -> None:
+    def __init__(self, spec: JobSpec, machine: JobsMachine, state: StateDirectory) -> None:
         """Prepare the job without starting it. Raises JobError if its channel cannot be created."""
         self.spec = spec
-        self.phase = Phase.WAITING
+        self.phase = JobPhase.WAITING
         self.held_bytes = 0
         self.virtual_s = self.awake_s = 0.0
         self.held_back = self.stopping = False
@@ -63,15 +63,15 @@ class Task:
         self.log = state.log(spec.name)
         self._log_begin = 0
         self._machine = machine
-        self._process: Process | None = None
-        self._room: Room | None = None
+        self._process: JobProcess | None = None
+        self._room: JobCgroup | None = None
         self._overrun = ""
         self._need_bytes = spec.memory_bytes
         self._rest_bytes = machine.asleep_bytes
         self._peak_bytes = 0
         self._waits_since: float | None = None
         self._fixed_until = 0.0
-        self._ending = Ending(machine.grace_s)
+        self._ending = Termination(machine.grace_s)
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class Task:
         return self.phase in ALIVE
 
     def _move_s(self, need_bytes: int) -> float:
-        """Return the average time of one suspend and resume; see ``Entry.move_s``."""
+        """Return the average time of one suspend and resume; see ``JobEntry.move_s``."""
         status = self.status
         if status.sleeps:
             return status.moving_s / status.sleeps
@@ -100,14 +100,14 @@ class Task:
     @property
     def is_ending(self) -> bool:
         """True if it is to end and is not asleep."""
-        return self.stopping and self.lives and self.phase is not Phase.ASLEEP
+        return self.stopping and self.lives and self.phase is not JobPhase.ASLEEP
 
     @property
     def io_bytes(self) -> int:
         """Total bytes that its process has read and written."""
         return 0 if self._process is None else self._process.io_bytes()
 
-    def entry(self, now: float, *, free_bytes: int) -> Entry:
+    def entry(self, now: float, *, free_bytes: int) -> JobEntry:
         """Return the job as input of the policy.
 
         Args:
@@ -117,13 +117,13 @@ class Task:
         if self._waits_since is None:
             self._waits_since = now
         need_bytes = self._needs(free_bytes)
-        return Entry(
+        return JobEntry(
             name=self.spec.name,
             phase=self.phase,
             need_bytes=need_bytes,
             held_bytes=self.held_bytes,
             rest_bytes=self._rest_bytes,
-            fetch_bytes=self.channel.order.fetch_bytes if self.phase is Phase.ASLEEP else 0,
+            fetch_bytes=self.channel.order.fetch_bytes if self.phase is JobPhase.ASLEEP else 0,
             device_bytes=self.spec.device_bytes,
             weight=self.spec.weight,
             priority=self.spec.priority,
@@ -144,7 +144,7 @@ class Task:
 
     # -- actions --------------------------------------------------------------------------------------
 
-    def begin(self, command: Sequence[str], budget: Budget) -> None:
+    def begin(self, command: Sequence[str], budget: JobsBudget) -> None:
         """Start its process within the budget. Raises JobError; the job has then ended."""
         lock = None
         try:
@@ -159,7 +159,7 @@ class Task:
             env = {**os.environ, **self.spec.env}
             if self._room is not None:
                 command = self._room.inside(command, env)
-            self._process = Process.begin(
+            self._process = JobProcess.begin(
                 command,
                 cwd=self.spec.cwd,
                 env=env,
@@ -172,26 +172,26 @@ class Task:
         finally:
             if lock is not None:
                 os.close(lock)
-        self.phase = Phase.STARTING
+        self.phase = JobPhase.STARTING
 
     def sleep(self) -> None:
         """Tell it to sleep at the end of its step."""
         self.channel.want(sleep=True)
-        self.phase = Phase.SUSPENDING
+        self.phase = JobPhase.SUSPENDING
 
     def wake(self) -> None:
         """Tell it to wake."""
         self.channel.want(sleep=False)
-        self.phase = Phase.WAKING
+        self.phase = JobPhase.WAKING
 
     def prefetch(self, nbytes: int) -> None:
         """Let it prefetch up to ``nbytes`` of its memory while it sleeps."""
-        if self.phase is Phase.ASLEEP and self.channel.order.fetch_bytes != nbytes:
+        if self.phase is JobPhase.ASLEEP and self.channel.order.fetch_bytes != nbytes:
             self.channel.want(sleep=True, fetch_bytes=nbytes)
 
     def stop(self) -> None:
         """Begin to end it properly; ``observe`` does the rest."""
-        if self.phase is Phase.WAITING:
+        if self.phase is JobPhase.WAITING:
             self._end("stopped before it started")
         self.stopping = True
 
@@ -217,38 +217,38 @@ class Task:
             self._ended()
             return
         self.phase = self._phase_of(status)
-        if before is not self.phase and self.phase in (Phase.ASLEEP, Phase.AWAKE):
+        if before is not self.phase and self.phase in (JobPhase.ASLEEP, JobPhase.AWAKE):
             measure = True
         if measure:
             self._rotate_log()
-        if measure or self.phase is Phase.ASLEEP:
+        if measure or self.phase is JobPhase.ASLEEP:
             self._measure()
-        if self.phase in (Phase.AWAKE, Phase.SUSPENDING, Phase.STARTING):
+        if self.phase in (JobPhase.AWAKE, JobPhase.SUSPENDING, JobPhase.STARTING):
             self._waits_since = now
         if (
-            self.phase is Phase.AWAKE
+            self.phase is JobPhase.AWAKE
             and status.refused
             and status.order == self.channel.order.number
         ):
             self._cannot_sleep(status.refused, now)
         if self.stopping:
-            waits = self.phase is Phase.ASLEEP and others_end
-            asleep = self.phase in (Phase.ASLEEP, Phase.SUSPENDING, Phase.WAKING)
+            waits = self.phase is JobPhase.ASLEEP and others_end
+            asleep = self.phase in (JobPhase.ASLEEP, JobPhase.SUSPENDING, JobPhase.WAKING)
             self._ending.proceed(self._process, now, asleep=asleep, waits=waits)
 
     def _rotate_log(self) -> None:
         if rotate(self.log, most_bytes=self._machine.log_bytes):
             self._log_begin = 0
 
-    def _phase_of(self, status: Status) -> Phase:
+    def _phase_of(self, status: Status) -> JobPhase:
         order = self.channel.order
         assert self._process is not None
         if status.pid != self._process.identity.pid or status.state == "starting":
-            return Phase.STARTING
+            return JobPhase.STARTING
         followed = status.order >= order.number
         if order.sleep and not (followed and status.refused):
-            return Phase.ASLEEP if status.state == "asleep" else Phase.SUSPENDING
-        return Phase.AWAKE if status.state in ("awake", "over") else Phase.WAKING
+            return JobPhase.ASLEEP if status.state == "asleep" else JobPhase.SUSPENDING
+        return JobPhase.AWAKE if status.state in ("awake", "over") else JobPhase.WAKING
 
     def _measure(self) -> None:
         assert self._process is not None
@@ -257,10 +257,10 @@ class Task:
             self.held_bytes = max(self.held_bytes, self._room.held_bytes())
             self._check_overrun()
         status = self.status
-        if self.phase is Phase.ASLEEP:
+        if self.phase is JobPhase.ASLEEP:
             if not status.fetched_bytes and not self.channel.order.fetch_bytes:
                 self._rest_bytes = self.held_bytes
-        elif self.phase is Phase.AWAKE:
+        elif self.phase is JobPhase.AWAKE:
             self._peak_bytes = max(self._peak_bytes, self.held_bytes)
             self._update_need()
 
@@ -331,7 +331,7 @@ class Task:
 
     def _end(self, text: str) -> None:
         self.told = text
-        self.phase = Phase.OVER
+        self.phase = JobPhase.OVER
         self.held_bytes = 0
         self.note = ""
         if self.stopping or text.startswith("stopped"):
@@ -377,8 +377,8 @@ class Task:
         self._peak_bytes = int(found["peak_bytes"])
         if self._need_bytes is None and found["need_bytes"] is not None:
             self._need_bytes = int(found["need_bytes"])
-        phase = Phase(found["phase"])
-        if phase is Phase.OVER:
+        phase = JobPhase(found["phase"])
+        if phase is JobPhase.OVER:
             self.phase, self.outcome, self.code = phase, str(found["outcome"]), found["code"]
             self.told = str(found["told"])
             return
@@ -386,9 +386,9 @@ class Task:
         if not identity.pid:
             return  # it had not started
         pid = identity.pid
-        self._process = Process.find(identity)
+        self._process = JobProcess.find(identity)
         if self._process is not None:
-            self.phase = Phase.STARTING
+            self.phase = JobPhase.STARTING
             self.told = f"found again, process {pid}"
             if self._need_bytes is not None:
                 self._update_need()
@@ -427,14 +427,14 @@ class Task:
             end_holders(self.channel.path)
             time.sleep(_EXIT_LIMIT_S / 200)
 
-    def found_in(self, budget: Budget) -> None:
+    def found_in(self, budget: JobsBudget) -> None:
         """Find the control group of a job that an earlier manager has started."""
         if self.lives and self.identity is not None:
             self._room = budget.room_of(self.spec.name, self.identity.pid)
 
     def clear_earlier(self) -> None:
         """Clear the channel of an earlier run, if the job has not started."""
-        if self.phase is Phase.WAITING and not self.channel.has_process():
+        if self.phase is JobPhase.WAITING and not self.channel.has_process():
             self.channel.clear()
 
     def report(self) -> dict[str, Any]:

@@ -6,17 +6,21 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Final
 
-from penstock.jobs.policy import Phase
+from penstock.jobs.policy import JobPhase
 from penstock.jobs.task import Task
 
 _RATE_S: Final = 1.0
 _SAMPLE_S: Final = 0.25
 _STUCK_S: Final = 5.0
 """Time without an awake job after which the reason is reported."""
-_PHASE_TEXT: Final = {Phase.STARTING: "begins", Phase.AWAKE: "is awake", Phase.ASLEEP: "sleeps"}
+_PHASE_TEXT: Final = {
+    JobPhase.STARTING: "begins",
+    JobPhase.AWAKE: "is awake",
+    JobPhase.ASLEEP: "sleeps",
+}
 
 
-class Teller:
+class ProgressReporter:
     """Reports each change once."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -35,7 +39,7 @@ class Teller:
         for task in tasks:
             self._report(task, "told", task.told)
             self._report(task, "phase", _PHASE_TEXT.get(task.phase, ""))
-            if task.phase is Phase.WAITING:
+            if task.phase is JobPhase.WAITING:
                 self._report(task, "note", task.note)
         self._check_stuck(tasks, now)
         if now - self._samples[-1][0] >= _SAMPLE_S:
@@ -45,8 +49,8 @@ class Teller:
 
     def _check_stuck(self, tasks: Collection[Task], now: float) -> None:
         """Report jobs that sleep for ever, as grown jobs may fit only without the others' processes."""
-        waiting = [each for each in tasks if each.phase is Phase.ASLEEP and not each.held_back]
-        if not waiting or any(each.lives and each.phase is not Phase.ASLEEP for each in tasks):
+        waiting = [each for each in tasks if each.phase is JobPhase.ASLEEP and not each.held_back]
+        if not waiting or any(each.lives and each.phase is not JobPhase.ASLEEP for each in tasks):
             self._stuck_since = None
             return
         self._stuck_since = now if self._stuck_since is None else self._stuck_since

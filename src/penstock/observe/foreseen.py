@@ -1,8 +1,8 @@
 """The predicted cost of a plan, and its comparison with the measured one.
 
 When a plan comes into force the runtime replays it with the machine's measured speeds and reports the
-result as a :class:`Foreseen`: to the recorder as a mark, so that an event log contains it, and to the
-summary. A :class:`Foreseen` covers the passes of the profile once. :func:`compare` sets it beside the
+result as a :class:`Forecast`: to the recorder as a mark, so that an event log contains it, and to the
+summary. A :class:`Forecast` covers the passes of the profile once. :func:`compare` sets it beside the
 steps that have run under the plan, both per optimizer step: for a step with more passes (gradient
 accumulation) more is predicted.
 """
@@ -27,7 +27,7 @@ _FORESEEN_STALLS: Final = (StallCause.BUDGET, StallCause.DEMAND, StallCause.LATE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Foreseen:
+class Forecast:
     """The replay of the plan in force, in plain numbers. Raises ConfigError if ``passes`` is below 1."""
 
     since_ns: int
@@ -73,18 +73,18 @@ class Foreseen:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_fields(fields: Mapping[str, Any], *, source: str = "") -> Foreseen:
+    def from_fields(fields: Mapping[str, Any], *, source: str = "") -> Forecast:
         """Build from a mark's fields. Raises ConfigError naming ``source`` and the wrong field."""
         where = f"{source}: " if source else ""
-        for field in dataclasses.fields(Foreseen):
+        for field in dataclasses.fields(Forecast):
             kind = str if field.name == "machine" else int
             if type(fields.get(field.name)) is not kind:
                 raise ConfigError(
                     f"{where}prediction: field {field.name!r} is {fields.get(field.name)!r}, not"
                     f" {kind.__name__}; was it written by another version of Penstock?"
                 )
-        return Foreseen(
-            **{field.name: fields[field.name] for field in dataclasses.fields(Foreseen)}
+        return Forecast(
+            **{field.name: fields[field.name] for field in dataclasses.fields(Forecast)}
         )
 
 
@@ -113,7 +113,7 @@ class Prediction:
     """Figures per optimizer step, and peaks; without those that are zero on both sides."""
 
 
-def compare(foreseen: Foreseen, steps: Iterable[StepTotals]) -> Prediction | None:
+def compare(foreseen: Forecast, steps: Iterable[StepTotals]) -> Prediction | None:
     """Compare the prediction with the steps that ran under the plan, both per optimizer step.
 
     Times and traffic are those of the median pass, or of the mean pass if the profile has several kinds
@@ -164,7 +164,7 @@ _Measure = Callable[[Totals], int]
 
 
 def _times(
-    foreseen: Foreseen, mine: Sequence[Totals]
+    foreseen: Forecast, mine: Sequence[Totals]
 ) -> list[tuple[str, int, Callable[[Totals], int]]]:
     causes = dict.fromkeys([*_FORESEEN_STALLS, *(cause for each in mine for cause in each.stalls)])
     waits = {
@@ -183,7 +183,7 @@ def _times(
     ]
 
 
-def _traffic(foreseen: Foreseen) -> tuple[tuple[str, str, Stage, int], ...]:
+def _traffic(foreseen: Forecast) -> tuple[tuple[str, str, Stage, int], ...]:
     return (
         ("host", "written", Stage.WRITE, foreseen.host_written_bytes),
         ("host", "read", Stage.READ, foreseen.host_read_bytes),
@@ -212,7 +212,7 @@ def _passes(one: Totals) -> int:
     return one.flow(Stage.BACKWARD).count
 
 
-def _per_step(foreseen: Foreseen, mine: Sequence[Totals], measure: _Measure) -> float:
+def _per_step(foreseen: Forecast, mine: Sequence[Totals], measure: _Measure) -> float:
     if foreseen.passes == 1:
         passes = sum(map(_passes, mine)) / len(mine)
         return passes * statistics.median(measure(each) / _passes(each) for each in mine)

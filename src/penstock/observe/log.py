@@ -35,7 +35,7 @@ from penstock.observe.clock import Clock, RealClock
 from penstock.observe.counters import SESSION
 from penstock.observe.events import MARK, RawEvent
 from penstock.observe.foreseen import PREDICTION
-from penstock.observe.records import LastWords, header_record, line_of, record_of
+from penstock.observe.records import FinalSummary, header_record, line_of, record_of
 from penstock.observe.totals import StepTotals
 
 MAX_PENDING: Final = 100_000
@@ -54,7 +54,7 @@ _PATIENCE_S: Final = 10.0
 
 _FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
 
-_Entry = RawEvent | StepTotals | LastWords | threading.Event
+_Entry = RawEvent | StepTotals | FinalSummary | threading.Event
 
 
 class EventLog:
@@ -132,7 +132,7 @@ class EventLog:
             self._wake.set()
         self._warn_of_failure()
 
-    def conclude(self, last: LastWords) -> None:
+    def conclude(self, last: FinalSummary) -> None:
         """Queue a session's summary at its end. Returns at once."""
         if self._writing:
             self._pending.append(last)

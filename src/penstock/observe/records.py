@@ -44,7 +44,7 @@ _SAME_RUN: Final = ("t_ns", "unix_ns", "pid")
 
 
 @dataclass(frozen=True, slots=True)
-class LastWords:
+class FinalSummary:
     """A session's summary at its end, for the log."""
 
     summary: Mapping[str, Any]
@@ -155,9 +155,9 @@ def header_record(clock: Clock) -> dict[str, Any]:
     }
 
 
-def record_of(entry: RawEvent | StepTotals | LastWords) -> dict[str, Any]:
+def record_of(entry: RawEvent | StepTotals | FinalSummary) -> dict[str, Any]:
     """Return the record of one event, of the totals of a step, or of the summary."""
-    if isinstance(entry, LastWords):
+    if isinstance(entry, FinalSummary):
         return {"kind": "summary", "summary": dict(entry.summary)}
     if isinstance(entry, StepTotals):
         return {"kind": "step", "index": entry.index, **entry.totals.to_json()}

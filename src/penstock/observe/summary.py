@@ -18,7 +18,7 @@ from penstock.core.errors import ConfigError
 from penstock.observe.clients import ON_FLASH, is_once
 from penstock.observe.counters import MOVED_EARLIER, PLANS, WINDOW_GROWN
 from penstock.observe.events import Stage
-from penstock.observe.foreseen import Foreseen, compare
+from penstock.observe.foreseen import Forecast, compare
 from penstock.observe.suggestion import Suggestion
 from penstock.observe.summary_text import render, to_text
 from penstock.observe.summary_values import (
@@ -96,7 +96,7 @@ class RunFacts:
     """Peak of the bytes that autograd would have held without Penstock."""
     tbw_bytes: int | None = None
     """Rated endurance of the SSD in bytes written (its TBW), if stated."""
-    foreseen: Foreseen | None = None
+    foreseen: Forecast | None = None
     """Predicted cost of the plan in force, if known."""
     loaders_bytes_per_s: float = 0.0
     """Flash bandwidth that data loaders on the same flash need."""

@@ -51,7 +51,7 @@ _VERSION: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordPlace:
     """Place and kind of a tile's record."""
 
     slot: int
@@ -60,12 +60,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """Contents of a journal."""
 
     step: int
     layout: str
-    tiles: Mapping[int, Place]
+    tiles: Mapping[int, RecordPlace]
     params: tuple[tuple[bool, Mapping[str, Any]], ...]
     norm: Tensor | None
     serial: int = 0
@@ -117,7 +117,7 @@ class Journal:
             self.close()
             raise
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: JournalEntry) -> None:
         """Make a step complete. Returns when it is on the device.
 
         Raises:
@@ -193,7 +193,7 @@ class Journal:
         finally:
             os.close(file)
 
-    def _read(self, path: str) -> Entry | None:
+    def _read(self, path: str) -> JournalEntry | None:
         try:
             with open(path, "rb", opener=open_regular) as file:
                 data = file.read()
@@ -228,9 +228,9 @@ def commit(states: FlashStates, journal: Journal) -> None:
     for index, slot in states.slots.newest.items():
         tile = states.tiles[index]
         length = states.store.squeezed_bytes(tile, slot)
-        tiles[index] = Place(slot, states.store.sum_of(tile, slot), length)
+        tiles[index] = RecordPlace(slot, states.store.sum_of(tile, slot), length)
     params = tuple((p.has_state, p.scalars) for p in states.params)
-    journal.write(Entry(states.steps, layout_of(states), tiles, params, states.last_norm))
+    journal.write(JournalEntry(states.steps, layout_of(states), tiles, params, states.last_norm))
     pipeline.commit()
 
 
@@ -260,7 +260,7 @@ def make_way(states: FlashStates, journal: Journal) -> None:
         journal.clear()
 
 
-def restore(states: FlashStates, entry: Entry) -> None:
+def restore(states: FlashStates, entry: JournalEntry) -> None:
     """Set weights and states to those of a step. Raises ConfigError if they are another model's."""
     if entry.layout != layout_of(states):
         raise ConfigError(
@@ -298,7 +298,7 @@ def _restore_weights(states: FlashStates) -> None:
                     copy_across(source, target, ready_event(target.device))
 
 
-def _encode(entry: Entry) -> bytes:
+def _encode(entry: JournalEntry) -> bytes:
     body = json.dumps(
         {
             "version": _VERSION,
@@ -320,7 +320,7 @@ def _encode(entry: Entry) -> bytes:
     return json.dumps({"checksum": checksum, "body": body}).encode()
 
 
-def _decode(data: bytes) -> Entry | None:
+def _decode(data: bytes) -> JournalEntry | None:
     """None: it is torn, or nothing was written."""
     try:
         document = parse_json(data)
@@ -334,7 +334,7 @@ def _decode(data: bytes) -> Entry | None:
                 f" {_VERSION}: finish that run with the version of Penstock that wrote it, or remove"
                 " the journals to begin anew"
             )
-        return Entry(
+        return JournalEntry(
             content["step"],
             content["layout"],
             {int(index): _place(*each) for index, each in content["tiles"].items()},
@@ -363,8 +363,10 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _place(slot: int, checksum: Any, squeezed_bytes: int) -> Place:
-    return Place(slot, None if checksum is None else (checksum[0], checksum[1]), squeezed_bytes)
+def _place(slot: int, checksum: Any, squeezed_bytes: int) -> RecordPlace:
+    return RecordPlace(
+        slot, None if checksum is None else (checksum[0], checksum[1]), squeezed_bytes
+    )
 
 
 def _paths(directory: str) -> list[str]:

@@ -34,7 +34,7 @@ from penstock.core.locks import Lock
 from penstock.io.engine import Engine, Transfer
 from penstock.io.pages import trim_heap
 from penstock.optim.away import Away, InVain, Rest, discard_all
-from penstock.optim.layout import Piece, Tile
+from penstock.optim.layout import ParameterPiece, Tile
 from penstock.optim.params import Param, flat_like
 from penstock.optim.shelf import FLYING_BYTES, TILES_AHEAD, Reading, Shelf
 from penstock.staging import copy_across, ready_event
@@ -310,7 +310,7 @@ class Gradients:
             if piece.param in grads
         }
 
-    def _share(self, piece: Piece, grad: Tensor, readings: Mapping[int, Reading]) -> Share:
+    def _share(self, piece: ParameterPiece, grad: Tensor, readings: Mapping[int, Reading]) -> Share:
         if piece.param in readings:
             return readings[piece.param].wait(grad.dtype), piece.start
         if not isinstance(grad, Away):
@@ -335,8 +335,8 @@ class Gradients:
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def _read_all(self, rest: Rest) -> Iterator[tuple[Piece, Tensor]]:
-        under_way: deque[tuple[Piece, Reading]] = deque()
+    def _read_all(self, rest: Rest) -> Iterator[tuple[ParameterPiece, Tensor]]:
+        under_way: deque[tuple[ParameterPiece, Reading]] = deque()
         for piece in self._shelf.pieces(rest.param):
             under_way.append((piece, self._shelf.begin_read(rest.tickets, piece)))
             if len(under_way) > TILES_AHEAD:

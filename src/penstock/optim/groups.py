@@ -17,7 +17,7 @@ from penstock.core.errors import ConfigError
 from penstock.optim.formats import Form, State, form_of, stepped_dtype
 from penstock.optim.layout import Tile, make_tiles
 from penstock.optim.params import Param, check_is_plain
-from penstock.optim.probe import Kept, Source, probe
+from penstock.optim.probe import KeptStates, ProbedOptimizer, probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Laid:
     params: list[Param]
     tiles: list[Tile]
     forms: list[Form]
-    kept: dict[torch.dtype, Kept]
+    kept: dict[torch.dtype, KeptStates]
     initial: Mapping[str, Any]
     """States that exist before a first step."""
     format: str
@@ -42,7 +42,7 @@ class Groups:
         forms: The forms of each group's records.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ProbedOptimizer) -> None:
         """Begin without any group."""
         self.params: list[Param] = []
         self.tiles: list[Tile] = []
@@ -66,7 +66,7 @@ class Groups:
         new = [self._param(p, group, number, i) for i, p in enumerate(group["params"])]
         options = options_of(group)
         initial = self._source.initial(options)
-        kept: dict[torch.dtype, Kept] = {}
+        kept: dict[torch.dtype, KeptStates] = {}
         forms: list[Form] = []
         tiles: list[Tile] = []
         kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
@@ -100,11 +100,11 @@ class Groups:
         self._laid.append(laid)
         self._seen.append(_decisive(self._source.optimizer.param_groups[len(self._seen)]))
 
-    def kept(self, param: Param) -> Kept:
+    def kept(self, param: Param) -> KeptStates:
         """Return the states that the optimizer keeps for a parameter."""
         return self._laid[param.group].kept[param.tensor.dtype]
 
-    def kept_in(self, tile: Tile) -> Kept:
+    def kept_in(self, tile: Tile) -> KeptStates:
         """Return the states that the optimizer keeps for the parameters in a tile."""
         return self._laid[tile.group].kept[tile.form.param_dtype]
 

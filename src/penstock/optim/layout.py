@@ -16,7 +16,7 @@ from penstock.optim.formats import UNIT, Array, Form
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterPiece:
     """A range of one parameter's elements, in a tile."""
 
     param: int
@@ -27,11 +27,11 @@ class Piece:
     at: int
     """Offset in the tile; this and ``start`` are multiples of ``UNIT``."""
 
-    def cut(self, elements: int) -> Iterator[Piece]:
+    def cut(self, elements: int) -> Iterator[ParameterPiece]:
         """Itself in parts of at most so many elements, a multiple of ``UNIT``."""
         for start in range(self.start, self.stop, elements):
             stop = min(start + elements, self.stop)
-            yield Piece(self.param, start, stop, self.at + start - self.start)
+            yield ParameterPiece(self.param, start, stop, self.at + start - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Tile:
     group: int
     form: Form
     elements: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterPiece, ...]
     arrays: tuple[Array, ...]
     record_bytes: int
 
@@ -59,7 +59,7 @@ def make_tiles(
         first: Number of the first tile.
         elements: Of a tile, a multiple of ``UNIT``; the last one is as long as it needs to be.
     """
-    pieces: list[list[Piece]] = []
+    pieces: list[list[ParameterPiece]] = []
     length = 0
     for param, count in params:
         start = 0
@@ -68,7 +68,7 @@ def make_tiles(
             if index == len(pieces):
                 pieces.append([])
             stop = min(count, start + elements - at)
-            pieces[index].append(Piece(param, start, stop, at))
+            pieces[index].append(ParameterPiece(param, start, stop, at))
             length += round_up(stop - start, UNIT)
             start = stop
     tiles = []

@@ -22,9 +22,9 @@ from penstock.io.engine import Engine
 from penstock.optim import state_dict as dicts
 from penstock.optim.conductor import Conductor
 from penstock.optim.config import StatesConfig
-from penstock.optim.probe import Source
+from penstock.optim.probe import ProbedOptimizer
 from penstock.optim.states import FlashStates
-from penstock.optim.wear import Wear, wear_of
+from penstock.optim.wear import StepWear, wear_of
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
 _FIELDS = frozenset(field.name for field in fields(StatesConfig))
@@ -58,7 +58,7 @@ class OnFlash(torch.optim.Optimizer):
         before = dict(next(iter(model.state.values()), {}))
         self.__dict__.update(model.__dict__)
         initial = functools.partial(_initial, before)
-        source = Source(self, self.torch_class, config, initial, prefers_master=True)
+        source = ProbedOptimizer(self, self.torch_class, config, initial, prefers_master=True)
         states = self._penstock = FlashStates(source)
         try:
             torch.optim.Optimizer.__init__(self, params, model.defaults)
@@ -182,7 +182,7 @@ class OnFlash(torch.optim.Optimizer):
         done: int = self._penstock.resume()
         return done
 
-    def wear(self) -> Wear:
+    def wear(self) -> StepWear:
         """Estimate what a step writes, and how long the SSD lasts at that rate."""
         return wear_of(self._penstock.states)
 
@@ -232,7 +232,7 @@ def on_flash(optimizer: T, **settings: Any) -> T:
     config = StatesConfig(**settings)
     before = _saved(optimizer)
     initial = functools.partial(_initial, {} if before is None else _made_at_first(optimizer))
-    states = FlashStates(Source(optimizer, cls, config, initial, prefers_master=False))
+    states = FlashStates(ProbedOptimizer(optimizer, cls, config, initial, prefers_master=False))
     try:
         for group in optimizer.param_groups:
             states.add_group(group)

@@ -39,7 +39,7 @@ from penstock.optim.crew import wait_for_all
 from penstock.optim.layout import Tile
 from penstock.optim.params import Param
 from penstock.optim.states import FlashStates
-from penstock.optim.update import Pass
+from penstock.optim.update import UpdatePass
 from penstock.staging import ready_event
 
 _NOTHING: Final = torch.empty(0)
@@ -57,7 +57,7 @@ class Overlap:
         self._listening: set[int] = set()
         self._handles: list[Any] = []
         self._order: list[Tile] = []  # in which tiles became ready in the last pass
-        self._step: Pass | None = None
+        self._step: UpdatePass | None = None
         self._times: dict[int, int] = {}
         self._used: dict[int, tuple[Tensor, int]] = {}  # gradients, and their versions then
         self._missing: dict[int, int] = {}  # by tile: parameters whose gradient is not final
@@ -205,7 +205,7 @@ class Overlap:
             finally:
                 states.pipeline.is_awaited = False
 
-    def _begin(self) -> Pass:
+    def _begin(self) -> UpdatePass:
         if self._step is None:
             states = self._states
             factor = None
@@ -227,10 +227,10 @@ class Overlap:
             self._read_ahead()
         return self._step
 
-    def _submit(self, tile: Tile, step: Pass) -> None:
+    def _submit(self, tile: Tile, step: UpdatePass) -> None:
         self._futures[tile.index] = self._states.pool.submit(self._update, tile, step)
 
-    def _update(self, tile: Tile, step: Pass) -> None:
+    def _update(self, tile: Tile, step: UpdatePass) -> None:
         """In a thread of the pool."""
         self._states.update(tile, step)
         if self._states.gradients is not None:
@@ -238,7 +238,7 @@ class Overlap:
                 for piece in tile.pieces:
                     self._use_up(piece.param, step)
 
-    def _use_up(self, index: int, step: Pass) -> None:
+    def _use_up(self, index: int, step: UpdatePass) -> None:
         """One more tile of a parameter is updated; after the last one nobody needs its gradient."""
         if index not in self._used:
             return
@@ -252,7 +252,7 @@ class Overlap:
 
     # -- the end of a pass ------------------------------------------------------------------------
 
-    def _take_the_rest(self, step: Pass) -> None:
+    def _take_the_rest(self, step: UpdatePass) -> None:
         states = self._states
         for param in states.params:
             if param.index in step.grads or not param.count:
@@ -271,7 +271,7 @@ class Overlap:
             if tile.index not in self._futures:
                 self._submit(tile, step)
 
-    def _check_unchanged(self, step: Pass) -> None:
+    def _check_unchanged(self, step: UpdatePass) -> None:
         states = self._states
         now = states.make_pass({}, None).options
         for old, new in zip(step.options, now, strict=True):

@@ -24,14 +24,14 @@ from functools import partial
 from penstock.core.errors import PenstockError
 from penstock.core.locks import condition
 from penstock.optim.layout import Tile
-from penstock.optim.ring import Buffer, Phase, Ring
-from penstock.optim.slots import Slots
+from penstock.optim.ring import BufferPhase, BufferRing, RecordBuffer
+from penstock.optim.slots import RecordSlots
 from penstock.optim.squeeze import Squeezer
-from penstock.optim.store import Store
+from penstock.optim.store import RecordStore
 from penstock.optim.turns import Turns
 
 
-class Pipeline:
+class TilePipeline:
     """The buffers of an optimizer, and which tile is in which. Thread-safe.
 
     Attributes:
@@ -43,9 +43,9 @@ class Pipeline:
 
     def __init__(
         self,
-        store: Store,
+        store: RecordStore,
         *,
-        slots: Slots,
+        slots: RecordSlots,
         count: int,
         buffer_bytes: int,
         write_through: bool,
@@ -72,7 +72,7 @@ class Pipeline:
         self._write_through = write_through
         self._names = names
         self._wake = condition()
-        self._ring = Ring(count, buffer_bytes)
+        self._ring = BufferRing(count, buffer_bytes)
         self._turns = Turns(self._ring)
         self._reads: deque[Callable[[], None]] = deque()  # to submit without the lock
         self._writes: deque[Callable[[], None]] = deque()
@@ -106,7 +106,7 @@ class Pipeline:
             self._read_ahead()
         self._launch()
 
-    def acquire(self, tile: Tile) -> Buffer:
+    def acquire(self, tile: Tile) -> RecordBuffer:
         """Wait until a buffer holds the tile; it is the caller's until ``release``.
 
         Raises:
@@ -121,13 +121,13 @@ class Pipeline:
             raise
         return buffer
 
-    def release(self, buffer: Buffer) -> None:
+    def release(self, buffer: RecordBuffer) -> None:
         """The tile was updated. Begins to write what should make room."""
         assert buffer.tile is not None
         with self._wake:
             buffer.is_fresh = False
             buffer.is_done = True
-            buffer.phase = Phase.DIRTY
+            buffer.phase = BufferPhase.DIRTY
             self._slots.filled.add(buffer.tile.index)
             if self._write_through:
                 self._write(buffer)
@@ -136,13 +136,13 @@ class Pipeline:
             self._wake.notify_all()
         self._launch()
 
-    def drop(self, buffer: Buffer) -> None:
+    def drop(self, buffer: RecordBuffer) -> None:
         """Forget what an acquired buffer holds: what is on flash counts, if anything does."""
         with self._wake:
             self._ring.free(buffer)
             self._wake.notify_all()
 
-    def put_back(self, buffer: Buffer) -> None:
+    def put_back(self, buffer: RecordBuffer) -> None:
         """Give an acquired buffer back as it was: it was only looked at."""
         with self._wake:
             buffer.phase = buffer.before
@@ -181,7 +181,7 @@ class Pipeline:
         with self._wake:
             self._turns.forget()
             for buffer in self._ring:
-                if buffer.phase is Phase.DIRTY and not buffer.is_fresh:
+                if buffer.phase is BufferPhase.DIRTY and not buffer.is_fresh:
                     self._write(buffer)
         self._settle()
         if self.write_failure is not None:
@@ -189,7 +189,7 @@ class Pipeline:
             raise error
 
     def commit(self) -> None:
-        """Take the last writes as committed to a journal. See ``Slots.commit``."""
+        """Take the last writes as committed to a journal. See ``RecordSlots.commit``."""
         with self._wake:
             self._slots.commit()
 
@@ -211,7 +211,7 @@ class Pipeline:
 
     # -- without the lock -------------------------------------------------------------------------
 
-    def _look_at(self, tile: Tile, buffer: Buffer) -> None:
+    def _look_at(self, tile: Tile, buffer: RecordBuffer) -> None:
         """Have the record as it was when it was visited last."""
         slot, names = self._slots.of(tile), partial(self._names, tile)
         if buffer.unseen:
@@ -222,7 +222,7 @@ class Pipeline:
             if not self._squeezer.expand(tile, buffer.memory, length):
                 raise self.store.damage(tile, slot, names, "cannot be expanded")
 
-    def _wait_for(self, tile: Tile) -> Buffer:
+    def _wait_for(self, tile: Tile) -> RecordBuffer:
         while True:
             with self._wake:
                 buffer = self._look_for(tile)
@@ -245,7 +245,7 @@ class Pipeline:
         _begin_all(self._reads)
         _begin_all(self._writes)
 
-    def _start_read(self, tile: Tile, buffer: Buffer, slot: int) -> None:
+    def _start_read(self, tile: Tile, buffer: RecordBuffer, slot: int) -> None:
         buffer.squeezed_bytes = self.store.squeezed_bytes(tile, slot)
         try:
             transfer = self.store.start_read(tile, buffer.address, buffer.memory, slot)
@@ -254,7 +254,7 @@ class Pipeline:
             return
         transfer.add_done_callback(lambda done: self._was_read(buffer, done.error))
 
-    def _start_write(self, tile: Tile, buffer: Buffer, slot: int) -> None:
+    def _start_write(self, tile: Tile, buffer: RecordBuffer, slot: int) -> None:
         if not buffer.squeezed_bytes:
             buffer.squeezed_bytes = self._squeezer.squeeze(tile, buffer.memory)
         length = buffer.squeezed_bytes
@@ -269,7 +269,7 @@ class Pipeline:
 
     # -- under the lock ---------------------------------------------------------------------------
 
-    def _look_for(self, tile: Tile) -> Buffer | None:
+    def _look_for(self, tile: Tile) -> RecordBuffer | None:
         """The tile's buffer if it can be visited now; else something may have been begun for it."""
         buffer = self._ring.of(tile)
         if buffer is None:
@@ -282,20 +282,20 @@ class Pipeline:
             error = buffer.error
             self._ring.free(buffer)
             raise error.with_traceback(None)
-        if buffer.phase in (Phase.CLEAN, Phase.DIRTY):
-            buffer.before, buffer.phase = buffer.phase, Phase.BUSY
+        if buffer.phase in (BufferPhase.CLEAN, BufferPhase.DIRTY):
+            buffer.before, buffer.phase = buffer.phase, BufferPhase.BUSY
             buffer.is_early = False
             return buffer
-        if buffer.phase is Phase.WRITING:
+        if buffer.phase is BufferPhase.WRITING:
             buffer.leaves = False
         return None
 
-    def _make_room(self) -> Buffer | None:
+    def _make_room(self) -> RecordBuffer | None:
         """A free buffer for who waits; or None, having begun to write for it."""
-        free = self._ring.first(Phase.FREE)
+        free = self._ring.first(BufferPhase.FREE)
         if free is not None:
             return free
-        if any(each.phase is Phase.WRITING and each.leaves for each in self._ring):
+        if any(each.phase is BufferPhase.WRITING and each.leaves for each in self._ring):
             return None
         spare = self._turns.to_give_up()
         if spare is not None:
@@ -305,12 +305,12 @@ class Pipeline:
         dirty = self._turns.to_write()
         if dirty is not None and self.write_failure is not None:  # the pass ends in memory
             self._ring.grow(1)
-            return self._ring.first(Phase.FREE)
+            return self._ring.first(BufferPhase.FREE)
         if dirty is not None:
             self._let_go(dirty)
         return None
 
-    def _give_up(self, buffer: Buffer) -> Buffer:
+    def _give_up(self, buffer: RecordBuffer) -> RecordBuffer:
         """Free a buffer whose record is on flash, or means nothing."""
         tile, is_early = buffer.tile, buffer.is_early
         self._ring.free(buffer)
@@ -322,15 +322,15 @@ class Pipeline:
         while (found := self._turns.next_to_read()) is not None:
             self._fetch(*found)
 
-    def _fetch(self, tile: Tile, buffer: Buffer) -> None:
+    def _fetch(self, tile: Tile, buffer: RecordBuffer) -> None:
         self._ring.give(buffer, tile)
         buffer.is_early = True
         buffer.is_fresh = tile.index not in self._slots.filled
         if buffer.is_fresh or not tile.record_bytes:
             buffer.memory[: tile.record_bytes] = 0
-            buffer.phase = Phase.DIRTY
+            buffer.phase = BufferPhase.DIRTY
             return
-        buffer.phase = Phase.READING
+        buffer.phase = BufferPhase.READING
         slot = self._slots.of(tile)
         self._reads.append(partial(self._start_read, tile, buffer, slot))
 
@@ -340,43 +340,43 @@ class Pipeline:
             for buffer in self._turns.to_let_go():
                 self._let_go(buffer)
 
-    def _let_go(self, buffer: Buffer) -> None:
+    def _let_go(self, buffer: RecordBuffer) -> None:
         assert buffer.tile is not None
-        if buffer.phase is Phase.CLEAN or not buffer.tile.record_bytes:
+        if buffer.phase is BufferPhase.CLEAN or not buffer.tile.record_bytes:
             self._ring.free(buffer)
         else:
             buffer.leaves = True
-            if buffer.phase is Phase.DIRTY:
+            if buffer.phase is BufferPhase.DIRTY:
                 self._write(buffer)
 
-    def _write(self, buffer: Buffer) -> None:
+    def _write(self, buffer: RecordBuffer) -> None:
         tile = buffer.tile
         assert tile is not None
         if not tile.record_bytes:
             return
-        buffer.phase = Phase.WRITING
+        buffer.phase = BufferPhase.WRITING
         slot = self._slots.not_committed(tile) if self._write_through else 0
         self._writes.append(partial(self._start_write, tile, buffer, slot))
 
     # -- in a thread of the engine ----------------------------------------------------------------
 
-    def _was_read(self, buffer: Buffer, error: BaseException | None) -> None:
+    def _was_read(self, buffer: RecordBuffer, error: BaseException | None) -> None:
         with self._wake:
-            buffer.phase = Phase.CLEAN
+            buffer.phase = BufferPhase.CLEAN
             buffer.error = error
             buffer.unseen = True
             self._wake.notify_all()
 
-    def _was_written(self, buffer: Buffer, slot: int, error: BaseException | None) -> None:
+    def _was_written(self, buffer: RecordBuffer, slot: int, error: BaseException | None) -> None:
         with self._wake:
             assert buffer.tile is not None
             if error is not None:
                 self.write_failure = error
-                buffer.phase = Phase.DIRTY
+                buffer.phase = BufferPhase.DIRTY
                 buffer.leaves = False
             else:
                 self._slots.newest[buffer.tile.index] = slot
-                buffer.phase = Phase.CLEAN
+                buffer.phase = BufferPhase.CLEAN
                 if buffer.leaves:
                     self._ring.free(buffer)
                     self._read_ahead()

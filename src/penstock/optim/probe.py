@@ -30,7 +30,7 @@ Group = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class ProbedOptimizer:
     """The optimizer whose states go to flash, and what is known of them beforehand."""
 
     optimizer: torch.optim.Optimizer
@@ -56,7 +56,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptStates:
     """States that an optimizer keeps for each parameter of a group."""
 
     states: tuple[State, ...]
@@ -82,7 +82,7 @@ def raw_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimize
     return torch.no_grad()(raw)
 
 
-def workhorse(source: Source) -> torch.optim.Optimizer:
+def workhorse(source: ProbedOptimizer) -> torch.optim.Optimizer:
     """An optimizer of the class, set up like the one there is, with no parameters and no states."""
     made: torch.optim.Optimizer = object.__new__(source.cls)
     mine = source.optimizer.__dict__
@@ -95,13 +95,13 @@ def workhorse(source: Source) -> torch.optim.Optimizer:
 
 
 def probe(
-    source: Source,
+    source: ProbedOptimizer,
     group: Group,
     dtype: torch.dtype,
     initial: Mapping[str, Any],
     *,
     where: str,
-) -> Kept:
+) -> KeptStates:
     """See what steps with a group's options keep.
 
     Args:
@@ -147,7 +147,7 @@ def probe(
 class _Trial:
     """A few steps of an optimizer like that of ``source``, on a small tensor."""
 
-    source: Source
+    source: ProbedOptimizer
     group: Group
     initial: Mapping[str, Any]
     grads: Sequence[Tensor]
@@ -192,7 +192,7 @@ def _numbers(horse: torch.optim.Optimizer) -> set[tuple[str, float]]:
     }
 
 
-def _classify(states: Mapping[str, Any], where: str, name: str) -> Kept:
+def _classify(states: Mapping[str, Any], where: str, name: str) -> KeptStates:
     kept, scalars = [], []
     for key, value in states.items():
         if isinstance(value, Tensor) and value.numel() == _COUNT:
@@ -205,4 +205,4 @@ def _classify(states: Mapping[str, Any], where: str, name: str) -> Kept:
                 " shape (32, 32), so it is not element-wise and cannot be run on tiles"
             )
     tensors = [key for key in scalars if isinstance(states[key], Tensor)]
-    return Kept(tuple(kept), tuple(scalars), tuple(tensors))
+    return KeptStates(tuple(kept), tuple(scalars), tuple(tensors))

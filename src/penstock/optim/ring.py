@@ -18,7 +18,7 @@ from penstock.io.arena import Arena
 from penstock.optim.layout import Tile
 
 
-class Phase(enum.Enum):
+class BufferPhase(enum.Enum):
     """Contents of a buffer."""
 
     FREE = "nothing"
@@ -29,7 +29,7 @@ class Phase(enum.Enum):
     WRITING = "a record on its way out"
 
 
-class Buffer:
+class RecordBuffer:
     """Memory for one record.
 
     Attributes:
@@ -56,14 +56,14 @@ class Buffer:
         """It holds nothing."""
         self.address = address
         self.memory = memory
-        self.before = Phase.FREE
+        self.before = BufferPhase.FREE
         self.is_done = False
         self.clear()
 
     def clear(self) -> None:
         """It holds nothing any more."""
         self.tile: Tile | None = None
-        self.phase = Phase.FREE
+        self.phase = BufferPhase.FREE
         self.is_fresh = self.is_early = self.leaves = self.unseen = False
         self.squeezed_bytes = 0
         self.error: BaseException | None = None
@@ -71,15 +71,15 @@ class Buffer:
     @property
     def rests(self) -> bool:
         """Return whether it holds a record that nobody changes."""
-        return self.phase in (Phase.CLEAN, Phase.DIRTY, Phase.WRITING)
+        return self.phase in (BufferPhase.CLEAN, BufferPhase.DIRTY, BufferPhase.WRITING)
 
     @property
     def is_moving(self) -> bool:
         """Return whether its record is on its way in or out."""
-        return self.phase in (Phase.READING, Phase.WRITING)
+        return self.phase in (BufferPhase.READING, BufferPhase.WRITING)
 
 
-class Ring:
+class BufferRing:
     """The buffers of a pipeline. Iterated over, it gives them all.
 
     Attributes:
@@ -90,33 +90,33 @@ class Ring:
         """Make buffers; memory becomes resident as it is first used. Raises as ``grow``."""
         self.buffer_bytes = buffer_bytes
         self._arenas: list[Arena] = []
-        self._buffers: list[Buffer] = []
-        self._holding: dict[int, Buffer] = {}
+        self._buffers: list[RecordBuffer] = []
+        self._holding: dict[int, RecordBuffer] = {}
         self.grow(count)
 
     def __len__(self) -> int:
         """How many buffers there are."""
         return len(self._buffers)
 
-    def __iter__(self) -> Iterator[Buffer]:
+    def __iter__(self) -> Iterator[RecordBuffer]:
         """All buffers, always in the same order."""
         return iter(self._buffers)
 
-    def of(self, tile: Tile) -> Buffer | None:
+    def of(self, tile: Tile) -> RecordBuffer | None:
         """The buffer that holds a tile, or is about to."""
         return self._holding.get(tile.index)
 
-    def first(self, phase: Phase) -> Buffer | None:
+    def first(self, phase: BufferPhase) -> RecordBuffer | None:
         """Some buffer in that phase."""
         return next((each for each in self._buffers if each.phase is phase), None)
 
-    def give(self, buffer: Buffer, tile: Tile) -> None:
+    def give(self, buffer: RecordBuffer, tile: Tile) -> None:
         """A free buffer is a tile's from now on."""
         self._holding[tile.index] = buffer
         buffer.tile = tile
         buffer.is_done = buffer.leaves = buffer.unseen = False
 
-    def free(self, buffer: Buffer) -> None:
+    def free(self, buffer: RecordBuffer) -> None:
         """Forget what a buffer holds."""
         if buffer.tile is not None:
             self._holding.pop(buffer.tile.index, None)
@@ -142,7 +142,7 @@ class Ring:
             )
         memory = block.lend(0, block.nbytes)
         for start in range(0, block.nbytes, each):
-            self._buffers.append(Buffer(block.address + start, memory[start : start + each]))
+            self._buffers.append(RecordBuffer(block.address + start, memory[start : start + each]))
 
     def close(self) -> None:
         """Give the memory back; that of each buffer is free when nobody has an array of it."""

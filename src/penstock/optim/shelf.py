@@ -20,7 +20,7 @@ from penstock.io.reporting import reported
 from penstock.observe.clients import GRADIENTS
 from penstock.observe.recorder import Recorder
 from penstock.optim.away import discard_all
-from penstock.optim.layout import Piece, Tile
+from penstock.optim.layout import ParameterPiece, Tile
 from penstock.optim.params import Param
 from penstock.staging import copy_across, ready_event
 from penstock.tier.base import Ticket
@@ -82,7 +82,7 @@ class Shelf:
         self._engine = engine
         self._allow_memory_filesystem = allow_memory_filesystem
         self._lock = Lock()
-        self._pieces: dict[int, list[Piece]] = {}  # by parameter
+        self._pieces: dict[int, list[ParameterPiece]] = {}  # by parameter
         self._tier: FlashTier | None = None
         self._arena: Arena | None = None
 
@@ -98,7 +98,7 @@ class Shelf:
             for piece in tile.pieces:
                 self._pieces.setdefault(piece.param, []).append(piece)
 
-    def pieces(self, param: int) -> list[Piece]:
+    def pieces(self, param: int) -> list[ParameterPiece]:
         """The parts that tiles have of a parameter, in order."""
         return self._pieces[param]
 
@@ -162,7 +162,7 @@ class Shelf:
             raise
         return tickets
 
-    def begin_read(self, tickets: Sequence[Ticket], piece: Piece) -> Reading:
+    def begin_read(self, tickets: Sequence[Ticket], piece: ParameterPiece) -> Reading:
         """Begin to read a piece of what ``write`` has made."""
         ticket = tickets[self.pieces(piece.param).index(piece)]
         memory = self._memory(ticket.window.nbytes)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from penstock.optim.layout import Tile
 
 
-class Slots:
+class RecordSlots:
     """Which tiles have a record, and in which of its places on flash the newest one is.
 
     The lock of the pipeline that fills them guards it.

@@ -22,7 +22,7 @@ from penstock.io.reporting import written
 from penstock.observe.clients import OPTIMIZER
 from penstock.optim import packing
 from penstock.optim.formats import MASTER, Array
-from penstock.optim.layout import Piece, Tile
+from penstock.optim.layout import ParameterPiece, Tile
 from penstock.optim.params import Param, fresh_scalars
 from penstock.optim.states import FlashStates
 from penstock.staging import copy_across, ready_event
@@ -97,7 +97,7 @@ def _memory(nbytes: int, directory: str) -> Any:
         file.close()
 
 
-def _save_piece(tile: Tile, memory: Any, piece: Piece, param: Param, room: _Room) -> None:
+def _save_piece(tile: Tile, memory: Any, piece: ParameterPiece, param: Param, room: _Room) -> None:
     for array in tile.arrays:
         flat = room.flat(param, array.name)
         if flat is None:
@@ -221,7 +221,7 @@ def _fill(states: FlashStates, found: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _load_piece(
-    tile: Tile, memory: Any, piece: Piece, param: Param, state: Mapping[str, Any]
+    tile: Tile, memory: Any, piece: ParameterPiece, param: Param, state: Mapping[str, Any]
 ) -> None:
     for array in tile.arrays:
         if array.name == MASTER:
@@ -237,7 +237,7 @@ def _load_piece(
 
 
 def _load_master(
-    array: Array, memory: Any, piece: Piece, param: Param, saved: Tensor | None
+    array: Array, memory: Any, piece: ParameterPiece, param: Param, saved: Tensor | None
 ) -> None:
     mine = param.flat()[piece.start : piece.stop]
     if saved is None or _is_copy(array, param):
@@ -252,7 +252,7 @@ def _load_master(
     packing.cut(array, memory, piece.at, words, _halves(mine))
 
 
-def _part(value: Tensor, param: Param, piece: Piece, dtype: torch.dtype) -> Tensor:
+def _part(value: Tensor, param: Param, piece: ParameterPiece, dtype: torch.dtype) -> Tensor:
     """A piece of a saved state, which may lie in another order than the parameter."""
     model = param.tensor
     if value.stride() == model.stride():

@@ -28,13 +28,13 @@ from penstock.optim.gradients import Gradients, Share
 from penstock.optim.groups import Groups, options_of
 from penstock.optim.layout import Tile
 from penstock.optim.params import fresh_scalars
-from penstock.optim.pipeline import Pipeline
-from penstock.optim.probe import Source
-from penstock.optim.ring import Buffer
-from penstock.optim.slots import Slots
+from penstock.optim.pipeline import TilePipeline
+from penstock.optim.probe import ProbedOptimizer
+from penstock.optim.ring import RecordBuffer
+from penstock.optim.slots import RecordSlots
 from penstock.optim.squeeze import Squeezer, slack_bytes
-from penstock.optim.store import Store, engine_for_records, named_file
-from penstock.optim.update import Pass, Updater
+from penstock.optim.store import RecordStore, engine_for_records, named_file
+from penstock.optim.update import UpdatePass, Updater
 from penstock.staging import ready_event
 
 _THREADS: Final = 2
@@ -54,7 +54,7 @@ class FlashStates:
         gradients: Where gradients wait, if there is a budget for them.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ProbedOptimizer) -> None:
         """Begin without any group."""
         self.config = config = source.config
         self.groups = Groups(source)
@@ -62,7 +62,7 @@ class FlashStates:
         self.tiles = self.groups.tiles
         self.steps = 0
         self.last_norm: Tensor | None = None
-        self.slots = Slots()
+        self.slots = RecordSlots()
         self._source = source
         self._backward = False  # which way the next pass goes
         self._torn: str | None = None
@@ -71,7 +71,7 @@ class FlashStates:
         self._guard = fork_guard()
         self._updater = Updater(source, self.params)
         self._engine = engine_for_records()
-        self.store = Store(
+        self.store = RecordStore(
             config.directories,
             self._engine,
             slots=2 if config.durable else 1,
@@ -93,7 +93,7 @@ class FlashStates:
                 wants_norms=config.clip_norm is not None,
                 allow_memory_filesystem=config.allow_memory_filesystem,
             )
-        self._pipeline: Pipeline | None = None
+        self._pipeline: TilePipeline | None = None
         self._pool: ThreadPoolExecutor | None = None
 
     # -- groups -----------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class FlashStates:
         self._backward = not self._backward
         self.end_pass(step, begun)
 
-    def begin_pass(self) -> Pass:
+    def begin_pass(self) -> UpdatePass:
         """Check everything that can be checked before anything is touched."""
         self.check_can_step()
         self.groups.check()
@@ -153,7 +153,7 @@ class FlashStates:
             factor = self._clip(list(grads.values()))
         return self.make_pass(grads, factor)
 
-    def make_pass(self, grads: dict[int, Tensor], factor: Tensor | None) -> Pass:
+    def make_pass(self, grads: dict[int, Tensor], factor: Tensor | None) -> UpdatePass:
         """A pass over these gradients, with the options that the groups have now."""
         options = [
             fresh_scalars(options_of(group)) for group in self._source.optimizer.param_groups
@@ -162,14 +162,14 @@ class FlashStates:
         events = {device: ready_event(device) for device in {*devices.values()}}
         ready = {index: events[device] for index, device in devices.items()}
         was_set = frozenset(param.index for param in self.params if param.was_set)
-        return Pass(self.steps + 1, options, grads, factor, {}, ready, was_set)
+        return UpdatePass(self.steps + 1, options, grads, factor, {}, ready, was_set)
 
     def order(self, grads: Mapping[int, Tensor]) -> list[Tile]:
         """The tiles to visit, in this pass's direction."""
         found = [t for t in self.tiles if any(piece.param in grads for piece in t.pieces)]
         return found[::-1] if self._backward else found
 
-    def update(self, tile: Tile, step: Pass) -> None:
+    def update(self, tile: Tile, step: UpdatePass) -> None:
         """Visit one tile. In any thread."""
         pipeline = self.pipeline
         buffer = pipeline.acquire(tile)
@@ -182,13 +182,15 @@ class FlashStates:
             raise
         pipeline.release(buffer)
 
-    def _grads_of(self, tile: Tile, step: Pass) -> AbstractContextManager[Mapping[int, Share]]:
+    def _grads_of(
+        self, tile: Tile, step: UpdatePass
+    ) -> AbstractContextManager[Mapping[int, Share]]:
         if self.gradients is not None:
             return self.gradients.of_tile(tile, step.grads)
         params = (piece.param for piece in tile.pieces)
         return nullcontext({p: (step.grads[p], 0) for p in params if p in step.grads})
 
-    def end_pass(self, step: Pass, begun_s: float) -> None:
+    def end_pass(self, step: UpdatePass, begun_s: float) -> None:
         """All tiles were visited: the step counts. ``begun_s``: since when it was waited for."""
         for index, scalars in step.scalars.items():
             self.params[index].scalars = scalars
@@ -251,7 +253,7 @@ class FlashStates:
         assert norm is not None
         return torch.clamp(self.config.clip_norm / (norm.cpu() + 1e-6), max=1.0)
 
-    def note_norm(self, step: Pass, known: Mapping[int, Tensor]) -> None:
+    def note_norm(self, step: UpdatePass, known: Mapping[int, Tensor]) -> None:
         """Remember the norm of a pass's gradients for the next one; some are ``known`` already."""
         in_order = sorted(step.grads.items())  # summed as they are without overlap
         if not known:
@@ -279,7 +281,7 @@ class FlashStates:
     # -- others -----------------------------------------------------------------------------------
 
     @contextmanager
-    def visiting(self, tile: Tile, *, change: bool) -> Iterator[Buffer]:
+    def visiting(self, tile: Tile, *, change: bool) -> Iterator[RecordBuffer]:
         """A tile's record in memory, to look at or to fill."""
         buffer = self.pipeline.acquire(tile)
         try:
@@ -320,7 +322,7 @@ class FlashStates:
         return self._pool
 
     @property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> TilePipeline:
         """The buffers; made when they are first needed."""
         if self._pipeline is None:
             longest = max((tile.record_bytes for tile in self.tiles), default=0)
@@ -328,7 +330,7 @@ class FlashStates:
             ring += max(0, self.threads - _THREADS)
             room = max((tile.record_bytes + slack_bytes(tile) for tile in self.tiles), default=0)
             wanted = self.config.host_bytes // max(room, 1)
-            self._pipeline = Pipeline(
+            self._pipeline = TilePipeline(
                 self.store,
                 slots=self.slots,
                 count=max(1, min(max(ring, wanted), len(self.tiles))),

@@ -68,7 +68,7 @@ def named_file(directory: str, number: int) -> DirectFile:
     return file
 
 
-class Store:
+class RecordStore:
     """The records of an optimizer's tiles. Reads and writes are one at a time for each tile.
 
     Attributes:

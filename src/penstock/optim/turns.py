@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from penstock.optim.layout import Tile
-from penstock.optim.ring import Buffer, Phase, Ring
+from penstock.optim.ring import BufferPhase, BufferRing, RecordBuffer
 
 
 class Turns:
     """The order of one pass after the other. The pipeline's lock guards it."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: BufferRing) -> None:
         """Nothing is to be read yet."""
         self._ring = ring
         self._ahead: deque[Tile] = deque()
@@ -44,21 +44,21 @@ class Turns:
         """A tile that was read ahead is given up, and to be read again at the end."""
         self._ahead.append(tile)
 
-    def next_to_read(self) -> tuple[Tile, Buffer] | None:
+    def next_to_read(self) -> tuple[Tile, RecordBuffer] | None:
         """The next tile to read ahead, and where to; None: nothing is to be read, or there is no room."""
         while self._ahead and self._ring.of(self._ahead[0]) is not None:
             self._ahead.popleft()
-        room = self._ring.first(Phase.FREE) if self._ahead else None
+        room = self._ring.first(BufferPhase.FREE) if self._ahead else None
         return None if room is None else (self._ahead.popleft(), room)
 
-    def to_let_go(self) -> list[Buffer]:
+    def to_let_go(self) -> list[RecordBuffer]:
         """Updated tiles that should make room for reads that wait for it, those needed last first."""
         if not self._ahead:
             return []
         absent = (tile for tile in self._ahead if self._ring.of(tile) is None)
         waiting = sum(1 for _ in islice(absent, len(self._ring)))  # no more can be helped
         moving = [each for each in self._ring if _is_rotating(each)]
-        room = sum(each.phase is Phase.FREE or each.leaves for each in moving)
+        room = sum(each.phase is BufferPhase.FREE or each.leaves for each in moving)
         wanted = min(waiting - room, self._rotating - len(moving))
         if wanted <= 0:
             return []
@@ -66,24 +66,26 @@ class Turns:
         done.sort(key=self._next_use, reverse=True)
         return done[:wanted]
 
-    def to_give_up(self) -> Buffer | None:
+    def to_give_up(self) -> RecordBuffer | None:
         """Return a buffer that can be reused at once: its record is on flash as it is, or not needed."""
         spare = [
             each
             for each in self._ring
-            if each.phase is Phase.CLEAN or (each.is_fresh and each.rests)
+            if each.phase is BufferPhase.CLEAN or (each.is_fresh and each.rests)
         ]
         return max(spare, key=lambda b: (b.is_done, b.is_early, self._next_use(b)), default=None)
 
-    def to_write(self) -> Buffer | None:
+    def to_write(self) -> RecordBuffer | None:
         """Return the changed buffer to write back for a tile that waits."""
-        dirty = [each for each in self._ring if each.phase is Phase.DIRTY]
+        dirty = [each for each in self._ring if each.phase is BufferPhase.DIRTY]
         return max(dirty, key=lambda b: (b.is_done, self._next_use(b)), default=None)
 
-    def _next_use(self, buffer: Buffer) -> int:
+    def _next_use(self, buffer: RecordBuffer) -> int:
         assert buffer.tile is not None
         return self._rank.get(buffer.tile.index, 1 << 60)
 
 
-def _is_rotating(buffer: Buffer) -> bool:
-    return buffer.phase in (Phase.FREE, Phase.READING) or buffer.leaves or buffer.is_early
+def _is_rotating(buffer: RecordBuffer) -> bool:
+    return (
+        buffer.phase in (BufferPhase.FREE, BufferPhase.READING) or buffer.leaves or buffer.is_early
+    )

@@ -46,10 +46,10 @@ from penstock.core.units import round_up
 from penstock.optim import compact_adam, packing
 from penstock.optim.formats import MASTER, UNIT, Array
 from penstock.optim.gradients import Share
-from penstock.optim.layout import Piece, Tile
+from penstock.optim.layout import ParameterPiece, Tile
 from penstock.optim.params import Param, fresh_scalars
-from penstock.optim.probe import Kept, Source, raw_step, workhorse
-from penstock.optim.ring import Buffer
+from penstock.optim.probe import KeptStates, ProbedOptimizer, raw_step, workhorse
+from penstock.optim.ring import RecordBuffer
 from penstock.staging import copy_across, pinned
 
 CHUNK: Final = 1 << 18
@@ -59,7 +59,7 @@ _BROUGHT: Final = "brought"
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class UpdatePass:
     """Values that all tiles of one step share."""
 
     number: int
@@ -82,7 +82,7 @@ class Pass:
 class _Item:
     """A piece while it is updated."""
 
-    piece: Piece
+    piece: ParameterPiece
     param: Param
     weight: Tensor
     """Values that the optimizer updates."""
@@ -115,7 +115,7 @@ class Updater:
 
     def __init__(
         self,
-        source: Source,
+        source: ProbedOptimizer,
         params: Sequence[Param],
     ) -> None:
         self._source = source
@@ -127,11 +127,11 @@ class Updater:
     def update(
         self,
         tile: Tile,
-        buffer: Buffer,
-        step: Pass,
+        buffer: RecordBuffer,
+        step: UpdatePass,
         *,
         grads: Mapping[int, Share],
-        kept: Kept,
+        kept: KeptStates,
         initial: Mapping[str, Any],
     ) -> None:
         """Update everything in a tile that has a gradient.
@@ -155,7 +155,7 @@ class Updater:
             for item in items:
                 self._keep(item, work)
 
-    def _did_at_once(self, piece: Piece, work: _Work) -> bool:
+    def _did_at_once(self, piece: ParameterPiece, work: _Work) -> bool:
         """Update a piece in one pass, unless it has no states yet, or no gradient."""
         param, step = self._params[piece.param], work.step
         if piece.param not in work.grads or not param.has_state:
@@ -205,7 +205,7 @@ class Updater:
 
     # -- bring ------------------------------------------------------------------------------------
 
-    def _bring(self, piece: Piece, at: int, work: _Work) -> _Item:
+    def _bring(self, piece: ParameterPiece, at: int, work: _Work) -> _Item:
         param = self._params[piece.param]
         weight, words = self._weight(piece, at, param, work)
         states: dict[str, Any] = fresh_scalars(param.scalars)
@@ -226,7 +226,7 @@ class Updater:
         return _Item(piece, param, weight, states, words)
 
     def _weight(
-        self, piece: Piece, at: int, param: Param, work: _Work
+        self, piece: ParameterPiece, at: int, param: Param, work: _Work
     ) -> tuple[Tensor, NDArray[np.uint32] | None]:
         array = work.arrays.get(MASTER)
         mine = param.flat()[piece.start : piece.stop]
@@ -249,7 +249,7 @@ class Updater:
         return master, words
 
     def _grad(
-        self, piece: Piece, at: int, device: torch.device, dtype: torch.dtype, work: _Work
+        self, piece: ParameterPiece, at: int, device: torch.device, dtype: torch.dtype, work: _Work
     ) -> Tensor:
         grad, step = work.grad(piece), work.step
         if grad.device != device:
@@ -314,22 +314,22 @@ class _Work:
     tile: Tile
     memory: NDArray[np.uint8]
     arrays: Mapping[str, Array]
-    step: Pass
+    step: UpdatePass
     grads: Mapping[int, Share]
-    kept: Kept
+    kept: KeptStates
     initial: Mapping[str, Any]
 
-    def grad(self, piece: Piece) -> Tensor:
+    def grad(self, piece: ParameterPiece) -> Tensor:
         """Of a piece of the tile, or a part of one."""
         elements, first = self.grads[piece.param]
         return elements[piece.start - first : piece.stop - first]
 
 
 def _chunks(
-    whole_pieces: Sequence[Piece], grads: Mapping[int, Share]
-) -> Iterator[list[tuple[Piece, int]]]:
+    whole_pieces: Sequence[ParameterPiece], grads: Mapping[int, Share]
+) -> Iterator[list[tuple[ParameterPiece, int]]]:
     """Pieces that have gradients, with their places in scratch, up to ``CHUNK`` at a time."""
-    batch: list[tuple[Piece, int]] = []
+    batch: list[tuple[ParameterPiece, int]] = []
     at = 0
     for whole in whole_pieces:
         if whole.param not in grads:

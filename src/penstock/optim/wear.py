@@ -10,7 +10,7 @@ from penstock.optim.states import FlashStates
 
 
 @dataclass(frozen=True, slots=True)
-class Wear:
+class StepWear:
     """Bytes written by steps."""
 
     state_bytes_per_step: int
@@ -52,7 +52,7 @@ class Wear:
         return text
 
 
-def wear_of(states: FlashStates) -> Wear:
+def wear_of(states: FlashStates) -> StepWear:
     """Estimate the bytes of a step: every record except those in memory; with durable steps, every one.
 
     A record that was not written yet counts as if it was not squeezed. Gradients count as they were
@@ -62,7 +62,7 @@ def wear_of(states: FlashStates) -> Wear:
     sizes = sorted((states.pipeline.record_bytes(tile) for tile in states.tiles), reverse=True)
     stay = 0 if config.durable else states.pipeline.count
     assert config.tbw is None or isinstance(config.tbw, int)
-    return Wear(sum(sizes[stay:]), _of_gradients(states), config.tbw, config.planned_steps)
+    return StepWear(sum(sizes[stay:]), _of_gradients(states), config.tbw, config.planned_steps)
 
 
 def _of_gradients(states: FlashStates) -> int:

@@ -41,7 +41,7 @@ class AddressUse:
         return self.peak_address / self.peak_live_bytes if self.peak_live_bytes else 1.0
 
 
-class Space:
+class AddressSpace:
     """Unbounded address space: blocks are placed first fit, and adjacent free gaps are merged."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def two_ended(residences: Iterable[Residence]) -> AddressUse:
 
 
 def _simulate(residences: Iterable[Residence], *, two_ended: bool) -> AddressUse:
-    ends = (Space(), Space())
+    ends = (AddressSpace(), AddressSpace())
     live = most_live = most_address = 0
     placed: dict[int, int] = {}
     for _, begins, index, one in _events(residences):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from penstock.plan import explain
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.encoding import SlotCodecs
-from penstock.plan.groups import Group, need_order
+from penstock.plan.groups import SlotGroup, need_order
 from penstock.plan.pipeline import choose
 from penstock.plan.placement import packed
 from penstock.plan.plan import Action, Decision, Plan
@@ -20,9 +20,9 @@ from penstock.plan.window import windows
 
 def assemble(
     policy: str,
-    case: Case,
+    case: PlanningProblem,
     choice: Choice,
-    why_kept: Callable[[Group], str] = explain.why_kept,
+    why_kept: Callable[[SlotGroup], str] = explain.why_kept,
     *,
     notes: Iterable[str] = (),
 ) -> Plan:
@@ -65,14 +65,14 @@ def assemble(
     )
 
 
-def draft(case: Case, choice: Choice) -> Plan:
+def draft(case: PlanningProblem, choice: Choice) -> Plan:
     """Make the choice's plan without reasons and notes: quickly, to be replayed."""
     case = case.with_limits(choice.lean)
     samples = samples_of(case, choice)
     return _plan(case, choice, samples, [""] * len(case.groups))
 
 
-def mask_of(profile: Profile, chosen: Iterable[Group]) -> Mask:
+def mask_of(profile: Profile, chosen: Iterable[SlotGroup]) -> Mask:
     """Return the mask of the profile's slots with those in ``chosen`` offloaded."""
     mask = bytearray(len(profile.slots))
     for group in chosen:
@@ -82,7 +82,10 @@ def mask_of(profile: Profile, chosen: Iterable[Group]) -> Mask:
 
 
 def _plan(
-    case: Case, choice: Choice, samples: Mapping[int, CodecSample], reasons: Sequence[str]
+    case: PlanningProblem,
+    choice: Choice,
+    samples: Mapping[int, CodecSample],
+    reasons: Sequence[str],
 ) -> Plan:
     segments = case.segments(choice)
     window_bytes, widest_bytes = windows(
@@ -107,7 +110,10 @@ def _plan(
 
 
 def _decisions(
-    case: Case, choice: Choice, samples: Mapping[int, CodecSample], reasons: Sequence[str]
+    case: PlanningProblem,
+    choice: Choice,
+    samples: Mapping[int, CodecSample],
+    reasons: Sequence[str],
 ) -> tuple[Decision, ...]:
     dropped = case.dropped(choice)
     modules = case.recomputing.modules if dropped else {}
@@ -127,7 +133,7 @@ def _decisions(
     return tuple(found)
 
 
-def samples_of(case: Case, choice: Choice) -> Mapping[int, CodecSample]:
+def samples_of(case: PlanningProblem, choice: Choice) -> Mapping[int, CodecSample]:
     """Return the codec sample by which each group is encoded, by group index."""
     if choice.samples is not None:
         return packed(case.groups, choice.tiers, choice.samples, case.budgets)
@@ -142,11 +148,11 @@ def samples_of(case: Case, choice: Choice) -> Mapping[int, CodecSample]:
     return known
 
 
-def _by_slot(case: Case, samples: Mapping[int, CodecSample]) -> SlotCodecs:
+def _by_slot(case: PlanningProblem, samples: Mapping[int, CodecSample]) -> SlotCodecs:
     return {i: sample for g, sample in samples.items() for i in case.groups[g].indices}
 
 
-def _need_order(case: Case, segments: tuple[Segment, ...]) -> tuple[SlotKey, ...]:
+def _need_order(case: PlanningProblem, segments: tuple[Segment, ...]) -> tuple[SlotKey, ...]:
     """Return the order of need, with the inputs of a recomputed module before the slots that it makes."""
     if not segments:
         return case.need_order

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 
-class Axis:
+class TimeMap:
     """Piecewise linear map of times: gaps keep their length, times in operators their fraction of it."""
 
     def __init__(self, spans: Iterable[tuple[int, int, int, int]]) -> None:

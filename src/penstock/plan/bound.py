@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.plan.baseline import oracle_ns
-from penstock.plan.case import Case
+from penstock.plan.case import PlanningProblem
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.profile import Event, Profile
 
@@ -25,7 +25,7 @@ _NEVER_NS: Final = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class TierRates:
     """Bandwidths to both tiers, or from both, in bytes per second."""
 
     host: float
@@ -48,13 +48,13 @@ class Rates:
         return took_s * 1e9
 
 
-def rates(machine: Machine) -> tuple[Rates, Rates]:
+def rates(machine: Machine) -> tuple[TierRates, TierRates]:
     """Return the rates of writing and of reading."""
     return (
-        Rates(
+        TierRates(
             machine.host_write_bytes_per_s, machine.flash_write_bytes_per_s, machine.flash_over_link
         ),
-        Rates(
+        TierRates(
             machine.host_read_bytes_per_s, machine.flash_read_bytes_per_s, machine.flash_over_link
         ),
     )
@@ -69,7 +69,7 @@ def min_step_ns(profile: Profile, machine: Machine, budgets: Budgets) -> int:
         budgets: The memory that a plan may use.
     """
     ideal_ns = oracle_ns(profile, machine)
-    case = Case(profile, machine, budgets)
+    case = PlanningProblem(profile, machine, budgets)
     moment = peak_moment(case) if len(profile.passes) == 1 else None
     if moment is None:
         return ideal_ns
@@ -78,7 +78,7 @@ def min_step_ns(profile: Profile, machine: Machine, budgets: Budgets) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PeakMoment:
     """The time at which most bytes would be on the device if everything stayed."""
 
     resident: frozenset[int]
@@ -96,7 +96,7 @@ class Moment:
     ratio: float
     """Best compression ratio of any codec; at most 1."""
 
-    def least_ns(self, case: Case) -> float:
+    def least_ns(self, case: PlanningProblem) -> float:
         """Return the least time of waits and recomputation, over all splits between the two."""
         low, high = 0, min(self.over_bytes, sum(nbytes for _, nbytes in self.again))
         while high - low > 2:  # the time is convex in the recomputed bytes
@@ -108,10 +108,10 @@ class Moment:
         took_ns = min(self._took_ns(again, case) for again in range(low, high + 1))
         return 0.0 if took_ns == _NEVER_NS else took_ns
 
-    def _took_ns(self, again_bytes: int, case: Case) -> float:
+    def _took_ns(self, again_bytes: int, case: PlanningProblem) -> float:
         return self.took_ns(again_bytes, _cost_ns(self.again, again_bytes), case)
 
-    def took_ns(self, again_bytes: int, again_ns: float, case: Case) -> float:
+    def took_ns(self, again_bytes: int, again_ns: float, case: PlanningProblem) -> float:
         """Return the least time of waits and recomputation if ``again_bytes`` take ``again_ns`` again."""
         out, back = rates(case.machine)
         ratio, budgets = self.ratio, case.budgets
@@ -126,7 +126,7 @@ class Moment:
         return max(0.0, written_ns - self.before_ns) + max(again_ns, read_ns - self.after_ns)
 
 
-def peak_moment(case: Case) -> Moment | None:
+def peak_moment(case: PlanningProblem) -> PeakMoment | None:
     """Return the moment at which most would be resident; None if everything fits."""
     profile, given = case.profile, case.given
     slots = profile.slots
@@ -152,7 +152,7 @@ def peak_moment(case: Case) -> Moment | None:
         i: need for i in resident if (need := slots[i].needed_at_ns) is not None and need > now_ns
     }
     unread = (i for i in resident if i not in needs or slots[i].held_elsewhere)
-    return Moment(
+    return PeakMoment(
         resident=frozenset(resident),
         over_bytes=most - case.budgets.device_bytes,
         before_ns=now_ns - min(slots[i].saved_at_ns for i in resident),
@@ -163,7 +163,9 @@ def peak_moment(case: Case) -> Moment | None:
     )
 
 
-def _again(case: Case, resident: set[int], unneeded: set[int]) -> Iterator[tuple[float, int]]:
+def _again(
+    case: PlanningProblem, resident: set[int], unneeded: set[int]
+) -> Iterator[tuple[float, int]]:
     """Return (least ns per byte, bytes) of each resident slot that can be recomputed."""
     slots = case.profile.slots
     least: dict[int, float] = {}

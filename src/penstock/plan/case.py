@@ -11,13 +11,13 @@ import numpy as np
 from penstock.plan.arrays import Integers
 from penstock.plan.convolution import Limits, leanest, stepped_down, with_algorithms
 from penstock.plan.encoding import best
-from penstock.plan.groups import Group, groups_of, need_order
+from penstock.plan.groups import SlotGroup, groups_of, need_order
 from penstock.plan.layers import Layer, layers_of
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import least_bytes
 from penstock.plan.profile import CodecSample, Profile
-from penstock.plan.recomputing import Recomputing
-from penstock.plan.residency import RECOMPUTED, Mask, Residency, Segment, residency
+from penstock.plan.recomputing import RecomputeChoices
+from penstock.plan.residency import RECOMPUTED, Mask, ResidencyModel, Segment, residency
 from penstock.plan.slots import SlotKey
 
 
@@ -37,7 +37,7 @@ class Choice:
     """``Decision.prefetch_at``, by group."""
 
 
-class Case:
+class PlanningProblem:
     """A profile, a machine and budgets, with the convolution algorithms within ``lean``.
 
     Attributes:
@@ -66,15 +66,15 @@ class Case:
         self.lean = lean
         self.split = split
         self.encodings: dict[tuple[str, ...], Mapping[int, CodecSample]] = {}
-        self._residencies: dict[object, Residency] = {}
-        self._others: dict[Limits, Case] = {lean: self}
+        self._residencies: dict[object, ResidencyModel] = {}
+        self._others: dict[Limits, PlanningProblem] = {lean: self}
 
-    def with_limits(self, lean: Limits) -> Case:
+    def with_limits(self, lean: Limits) -> PlanningProblem:
         """Return the same problem with other limits for convolutions; cached."""
         if lean is self.lean:  # hashing is slow
             return self
         if lean not in self._others:
-            case = Case(self.given, self.machine, self.budgets, lean, split=self.split)
+            case = PlanningProblem(self.given, self.machine, self.budgets, lean, split=self.split)
             case._others = self._others
             self._others[lean] = case
         return self._others[lean]
@@ -84,7 +84,7 @@ class Case:
         """Number of problems made for different limits."""
         return len(self._others)
 
-    def fitted(self, tiers: Sequence[str] | None = None) -> Case:
+    def fitted(self, tiers: Sequence[str] | None = None) -> PlanningProblem:
         """Return the problem with limits where a workspace would not fit beside the resident bytes.
 
         Args:
@@ -105,7 +105,7 @@ class Case:
         return self.with_limits(limits)
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[SlotGroup, ...]:
         """Groups of slots that share a decision, in the order of saving."""
         return groups_of(self.profile)
 
@@ -149,9 +149,9 @@ class Case:
         return leanest(self.given, self.machine)
 
     @cached_property
-    def recomputing(self) -> Recomputing:
+    def recomputing(self) -> RecomputeChoices:
         """Modules and recipes that can be recomputed."""
-        return Recomputing(self.profile, self.groups)
+        return RecomputeChoices(self.profile, self.groups)
 
     @cached_property
     def need_order(self) -> tuple[SlotKey, ...]:
@@ -192,7 +192,7 @@ class Case:
         """Return the segments that are recomputed."""
         return self.recomputing.segments(choice.recomputed) if choice.recomputed else ()
 
-    def residency(self, choice: Choice) -> Residency:
+    def residency(self, choice: Choice) -> ResidencyModel:
         """Return the bytes that the choice needs; cached."""
         key = tuple(map(bool, choice.tiers)), choice.recomputed
         known = self._residencies.get(key)

@@ -16,7 +16,7 @@ from penstock.plan.groups import groups_of
 from penstock.plan.machine import Machine
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import Event, Profile, SlotProfile
-from penstock.plan.recomputing import Recomputing
+from penstock.plan.recomputing import RecomputeChoices
 from penstock.plan.residency import KEPT, OFFLOADED, RECOMPUTED, Returned, small_beside
 from penstock.plan.slots import SlotKey
 
@@ -79,7 +79,7 @@ class _Walk:
 def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
     """Return the most bytes resident at once under ``plan``; over its device budget if it fails."""
     profile = with_algorithms(profile, machine, plan.workspace_limits)
-    segments = Recomputing(profile, groups_of(profile)).segments(plan.recomputed)
+    segments = RecomputeChoices(profile, groups_of(profile)).segments(plan.recomputed)
     drops = deque(sorted(drop for one in segments for drop in one.drops))
     walk = _Walk(machine, plan.budgets.device_bytes, peak=profile.small_bytes)
     moves = [plan.lookup_match(match) or _KEEP for match in profile.match_keys]

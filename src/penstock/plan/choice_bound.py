@@ -13,12 +13,12 @@ import numpy as np
 
 from penstock.plan.arrays import Integers, StepArrays
 from penstock.plan.assemble import samples_of
-from penstock.plan.bound import Rates, rates
-from penstock.plan.case import Case, Choice
-from penstock.plan.residency import OFFLOADED, Flow, first_uses, flow
+from penstock.plan.bound import TierRates, rates
+from penstock.plan.case import Choice, PlanningProblem
+from penstock.plan.residency import OFFLOADED, ResidentBytes, first_uses, flow
 
 
-def min_step_ns(case: Case, choice: Choice) -> int:
+def min_step_ns(case: PlanningProblem, choice: Choice) -> int:
     """Return a step time that no feasible replay of this choice can beat, in a twentieth of its time.
 
     Args:
@@ -45,9 +45,9 @@ def min_step_ns(case: Case, choice: Choice) -> int:
 class _Walk:
     """Walk over the events of a profile under one choice."""
 
-    case: Case
+    case: PlanningProblem
     choice: Choice
-    flow: Flow
+    flow: ResidentBytes
     steps: StepArrays
     ratio: float
 
@@ -117,8 +117,8 @@ class _Walk:
         return found[:-1]
 
 
-def _took_ns(rates: Rates, nbytes: Integers, host: Integers, flash: Integers) -> Integers:
-    """Vectorized ``Rates.took_ns``."""
+def _took_ns(rates: TierRates, nbytes: Integers, host: Integers, flash: Integers) -> Integers:
+    """Vectorized ``TierRates.took_ns``."""
     both = rates.host if rates.over_link else rates.host + rates.flash
     took_s = np.maximum(
         nbytes / both, np.maximum((nbytes - host) / rates.flash, (nbytes - flash) / rates.host)

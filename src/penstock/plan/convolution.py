@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from penstock.plan.algorithms import MAX_PARTS, Algorithm, fastest, least_for_time
-from penstock.plan.axis import Axis
+from penstock.plan.axis import TimeMap
 from penstock.plan.machine import Machine
 from penstock.plan.operators import Operator, WorkspaceLimit
 from penstock.plan.profile import Event, Profile, Transient
@@ -65,7 +65,7 @@ def with_algorithms(profile: Profile, machine: Machine, limits: Limits) -> Profi
 
 
 def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
-    clock = Axis(
+    clock = TimeMap(
         (run.operator.start_ns, run.operator.end_ns, run.start_ns, run.end_ns) for run in runs
     )
     beside = _workspace_beside(profile, runs) if _whole_device(profile) else None

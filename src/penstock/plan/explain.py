@@ -6,23 +6,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from penstock.core.units import format_bytes, format_duration
-from penstock.plan.case import Case
+from penstock.plan.case import PlanningProblem
 from penstock.plan.encoding import SlotCodecs
-from penstock.plan.groups import Group
+from penstock.plan.groups import SlotGroup
 from penstock.plan.machine import Machine
 from penstock.plan.pipeline import windows_s
 from penstock.plan.placement import packed_bytes
 from penstock.plan.plan import INFEASIBLE
 from penstock.plan.profile import CodecSample, Profile
-from penstock.plan.residency import Mask, Residency, Segment, resident_at
-from penstock.plan.together import Module
+from penstock.plan.residency import Mask, ResidencyModel, Segment, resident_at
+from penstock.plan.together import RecomputableModule
 from penstock.plan.window import least_window, returning
 
 MAX_NAMED_SLOTS: Final = 3
 """Number of slots that a note on a budget that is too small names."""
 
 
-def why_kept(group: Group) -> str:
+def why_kept(group: SlotGroup) -> str:
     """Return the reason for keeping a group that a policy could have offloaded."""
     if group.held_elsewhere:
         return "held elsewhere: offloading it would free nothing"
@@ -31,7 +31,7 @@ def why_kept(group: Group) -> str:
     return f"tail of forward; needed {format_duration(group.idle_ns / 1e9)} after it was saved"
 
 
-def why_no_room(case: Case) -> str:
+def why_no_room(case: PlanningProblem) -> str:
     """Return the reason for keeping a group that no tier has room for."""
     return (
         f"no room: host tier {format_bytes(case.budgets.host_bytes)}, flash tier"
@@ -39,7 +39,7 @@ def why_no_room(case: Case) -> str:
     )
 
 
-def why_offloaded(group: Group, machine: Machine, tier: str, sample: CodecSample | None) -> str:
+def why_offloaded(group: SlotGroup, machine: Machine, tier: str, sample: CodecSample | None) -> str:
     """Return the reason for offloading a group to a tier."""
     nbytes = moved = group.key.nbytes
     encoded = decoded = ""
@@ -57,7 +57,7 @@ def why_offloaded(group: Group, machine: Machine, tier: str, sample: CodecSample
     return f"long idle; {format_duration(group.idle_ns / 1e9)}, {written}, {read}"
 
 
-def why_recomputed(module: Module) -> str:
+def why_recomputed(module: RecomputableModule) -> str:
     """Return the reason for recomputing a group."""
     return (
         f"recomputed by {module.path}; {format_bytes(module.nbytes)} in"
@@ -66,7 +66,7 @@ def why_recomputed(module: Module) -> str:
 
 
 def notes_on_compression(
-    case: Case, tiers: Sequence[str], samples: Mapping[int, CodecSample]
+    case: PlanningProblem, tiers: Sequence[str], samples: Mapping[int, CodecSample]
 ) -> list[str]:
     """Return notes on tiers whose slots fit only because they are encoded."""
     notes = []
@@ -89,7 +89,7 @@ def notes_on_compression(
 
 
 def notes_on_budget(
-    case: Case, mask: Mask, segments: tuple[Segment, ...], need: Residency
+    case: PlanningProblem, mask: Mask, segments: tuple[Segment, ...], need: ResidencyModel
 ) -> list[str]:
     """Return notes on a budget that is too small, or only just enough."""
     device_bytes = case.budgets.device_bytes
@@ -110,7 +110,9 @@ def notes_on_budget(
     return []
 
 
-def _resident_text(case: Case, mask: Mask, segments: tuple[Segment, ...], need: Residency) -> str:
+def _resident_text(
+    case: PlanningProblem, mask: Mask, segments: tuple[Segment, ...], need: ResidencyModel
+) -> str:
     """List the device's contents at the peak: the largest slots, and bytes outside of slots."""
     slots = case.profile.slots
     resident = resident_at(case.profile, mask, segments, need.hard_bytes)
@@ -125,7 +127,7 @@ def _resident_text(case: Case, mask: Mask, segments: tuple[Segment, ...], need: 
     return f"; resident then: {', '.join(named)}" if named else ""
 
 
-def notes_on_workspaces(case: Case) -> list[str]:
+def notes_on_workspaces(case: PlanningProblem) -> list[str]:
     """Return a note on convolutions for which the plan assumes another algorithm than PyTorch's."""
     if not case.lean:
         return []

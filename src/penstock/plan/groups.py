@@ -20,7 +20,7 @@ FRAME_HEADER_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SlotGroup:
     """Slots of a profile with equal match keys."""
 
     key: SlotKey
@@ -38,7 +38,7 @@ class Group:
     """Samples of codecs measured on every slot: the worst ratio and the slowest speeds."""
 
 
-def groups_of(profile: Profile) -> tuple[Group, ...]:
+def groups_of(profile: Profile) -> tuple[SlotGroup, ...]:
     """Return the groups of a profile, in the order in which they were first saved."""
     members: dict[MatchKey, list[int]] = {}
     for i, match in enumerate(profile.match_keys):
@@ -59,20 +59,22 @@ def need_order(profile: Profile, needs: Sequence[int] | None = None) -> tuple[Sl
     return tuple(keys.values())[::-1]
 
 
-def _group(profile: Profile, indices: list[int], overlap: int) -> Group:
+def _group(profile: Profile, indices: list[int], overlap: int) -> SlotGroup:
     slots = [profile.slots[i] for i in indices]
     if len(slots) == 1:
         one = slots[0]
         worst_bytes = one.key.nbytes + (FRAME_HEADER_BYTES if one.codecs else 0)
         nbytes = round_up(worst_bytes, PAGE_BYTES)
-        return Group(one.key, (indices[0],), nbytes, one.idle_ns, one.held_elsewhere, one.codecs)
+        return SlotGroup(
+            one.key, (indices[0],), nbytes, one.idle_ns, one.held_elsewhere, one.codecs
+        )
     per_pass: dict[int, int] = {}
     for slot in slots:
         worst_bytes = slot.key.nbytes + (FRAME_HEADER_BYTES if slot.codecs else 0)
         pages_bytes = round_up(worst_bytes, PAGE_BYTES)
         per_pass[slot.pass_index] = per_pass.get(slot.pass_index, 0) + pages_bytes
     idle = [slot.idle_ns for slot in slots if slot.idle_ns is not None]
-    return Group(
+    return SlotGroup(
         key=slots[0].key,
         indices=tuple(indices),
         nbytes=max(per_pass.values()) * min(overlap, len(per_pass)),

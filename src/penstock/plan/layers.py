@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.plan.groups import Group
+from penstock.plan.groups import SlotGroup
 from penstock.plan.operators import Operator
 from penstock.plan.profile import Profile, SlotProfile
 
@@ -23,7 +23,7 @@ class Layer:
 
 def layers_of(
     profile: Profile,
-    groups: Sequence[Group],
+    groups: Sequence[SlotGroup],
     places: Sequence[int | None],
     consumers: Sequence[Operator | None],
 ) -> list[Layer]:

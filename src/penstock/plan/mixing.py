@@ -11,8 +11,8 @@ from functools import cached_property
 from itertools import accumulate, takewhile
 from typing import Final
 
-from penstock.plan.bound import Moment, peak_moment
-from penstock.plan.case import Case, Choice
+from penstock.plan.bound import PeakMoment, peak_moment
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.policies import lifetime, ranked
 from penstock.plan.policies.recompute import by_worth, compatible_sets
 
@@ -23,10 +23,10 @@ Set = tuple[str, ...]
 """Module paths, none inside another, in alphabetical order."""
 
 
-class Mixing:
+class Mixture:
     """Generator of mixed choices for one planning problem."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: PlanningProblem) -> None:
         self._case = case.fitted()
 
     @cached_property
@@ -34,7 +34,7 @@ class Mixing:
         return ranked.rank(self._case), lifetime.rank(self._case)
 
     @cached_property
-    def _moment(self) -> Moment | None:
+    def _moment(self) -> PeakMoment | None:
         return peak_moment(self._case)
 
     @cached_property
@@ -99,7 +99,7 @@ class Mixing:
 
     def choices(self, recomputed: Set) -> Iterator[Choice]:
         """Yield choices that offload the rest by rank or lifetime, to one tier at a time or to both."""
-        placements: tuple[Callable[[Case, Sequence[int], Set], Choice], ...] = (
+        placements: tuple[Callable[[PlanningProblem, Sequence[int], Set], Choice], ...] = (
             ranked.offload_first,
             lifetime.spread,
             lifetime.paced,

@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from penstock.plan.encoding import MARGIN, best, saved_per_work
-from penstock.plan.groups import Group
+from penstock.plan.groups import SlotGroup
 from penstock.plan.machine import Machine
 from penstock.plan.profile import CodecSample, PassProfile, Profile
 
-Placed: TypeAlias = Sequence[tuple[Group, str]]
+Placed: TypeAlias = Sequence[tuple[SlotGroup, str]]
 """Offloaded groups, each with its tier."""
 Codecs: TypeAlias = list[CodecSample | None]
 """Codec sample of each of them; None: not encoded."""
@@ -135,7 +135,7 @@ def _entry(busy: dict[_Phase, _Busy], phase: _Phase) -> _Busy:
 def _encoded(
     profile: Profile,
     machine: Machine,
-    each: tuple[Group, str],
+    each: tuple[SlotGroup, str],
     sample: CodecSample,
     busy: dict[_Phase, _Busy],
 ) -> dict[_Phase, _Busy]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from penstock.core.units import round_up
-from penstock.plan.groups import PAGE_BYTES, Group
+from penstock.plan.groups import PAGE_BYTES, SlotGroup
 from penstock.plan.machine import Budgets
 from penstock.plan.profile import CodecSample
 
@@ -32,7 +32,7 @@ SPACE_MARGIN: Final = 0.15
 """Fraction of a slot's bytes that is charged to a tier beyond the expected size of its frames."""
 
 
-def packed_bytes(group: Group, sample: CodecSample) -> int:
+def packed_bytes(group: SlotGroup, sample: CodecSample) -> int:
     """Return the bytes that an encoded group is charged in a tier; never more than unencoded.
 
     Each slot is charged one page more, because it ends within a page.
@@ -41,13 +41,13 @@ def packed_bytes(group: Group, sample: CodecSample) -> int:
     return min(group.nbytes, round_up(wanted, PAGE_BYTES) + PAGE_BYTES * len(group.indices))
 
 
-def least_bytes(group: Group) -> int:
+def least_bytes(group: SlotGroup) -> int:
     """Return the bytes that a group is charged with the codec that makes it smallest."""
     return min((packed_bytes(group, sample) for sample in group.codecs), default=group.nbytes)
 
 
 def fitting(
-    ranked: Iterable[int], groups: Sequence[Group], budgets: Budgets, *, encoded: bool = False
+    ranked: Iterable[int], groups: Sequence[SlotGroup], budgets: Budgets, *, encoded: bool = False
 ) -> list[int]:
     """Return the indices of the groups that the tiers together have room for, in the given order.
 
@@ -75,7 +75,7 @@ def fitting(
     return found
 
 
-def place(chosen: list[Group], budgets: Budgets) -> list[str]:
+def place(chosen: list[SlotGroup], budgets: Budgets) -> list[str]:
     """Return the tier of each group: ``"host"``, ``"flash"``, or ``""`` if neither has room.
 
     Groups that are needed soonest go to the host tier, which is quicker, until it is full. Of the rest,
@@ -126,7 +126,7 @@ def _sums(tiers: Sequence[str], sizes: Sequence[int]) -> tuple[int, int]:
 
 
 def packed(
-    groups: Sequence[Group],
+    groups: Sequence[SlotGroup],
     tiers: Sequence[str],
     samples: Mapping[int, CodecSample],
     budgets: Budgets,
@@ -158,26 +158,26 @@ def packed(
     return found
 
 
-def _shortest(group: Group) -> CodecSample:
+def _shortest(group: SlotGroup) -> CodecSample:
     return min(group.codecs, key=lambda sample: (sample.ratio, sample.codec))
 
 
-def _spared(group: Group, sample: CodecSample | None) -> int:
+def _spared(group: SlotGroup, sample: CodecSample | None) -> int:
     return 0 if sample is None else group.nbytes - packed_bytes(group, sample)
 
 
-def _worth(group: Group, sample: CodecSample | None) -> float:
+def _worth(group: SlotGroup, sample: CodecSample | None) -> float:
     """Return the further bytes that the smallest codec saves per second of its work on the group."""
     best = _shortest(group)
     more = _spared(group, best) - _spared(group, sample)
     return more / (best.encode_s(group.nbytes) + best.decode_s(group.nbytes))
 
 
-def _placed_bytes(chosen: list[Group], tiers: list[str]) -> int:
+def _placed_bytes(chosen: list[SlotGroup], tiers: list[str]) -> int:
     return sum(group.nbytes for group, tier in zip(chosen, tiers, strict=True) if tier)
 
 
-def _place(chosen: list[Group], sizes: list[int], budgets: Budgets) -> list[str]:
+def _place(chosen: list[SlotGroup], sizes: list[int], budgets: Budgets) -> list[str]:
     tiers = [""] * len(chosen)
     room = budgets.host_bytes
     for i in sorted(range(len(chosen)), key=lambda i: (_idle(chosen[i]), i)):
@@ -190,7 +190,7 @@ def _place(chosen: list[Group], sizes: list[int], budgets: Budgets) -> list[str]
     return tiers
 
 
-def _idle(group: Group) -> float:
+def _idle(group: SlotGroup) -> float:
     return float("inf") if group.idle_ns is None else group.idle_ns
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Final
 
-from penstock.plan.groups import Group
+from penstock.plan.groups import SlotGroup
 from penstock.plan.operators import Operator
 from penstock.plan.profile import Event, Profile
 from penstock.plan.recipes import (
@@ -27,7 +27,7 @@ from penstock.plan.recipes import (
     recipe_name,
 )
 from penstock.plan.residency import Segment
-from penstock.plan.together import Module, Together
+from penstock.plan.together import RecomputableModule, RecomputeSets
 
 _NEVER: Final = 1 << 200
 
@@ -37,7 +37,7 @@ def inside(path: str, module: str) -> bool:
     return not module or path == module or path.startswith(module + ".")
 
 
-class Recomputing:
+class RecomputeChoices:
     """Modules and recipes of a profile that can be recomputed; none without operators.
 
     Args:
@@ -45,7 +45,7 @@ class Recomputing:
         groups: Its slots by decision.
     """
 
-    def __init__(self, profile: Profile, groups: Sequence[Group]) -> None:
+    def __init__(self, profile: Profile, groups: Sequence[SlotGroup]) -> None:
         self._profile = profile
         self._groups = groups
         self._known_segments: dict[str, tuple[Segment, ...]] = {}
@@ -72,20 +72,20 @@ class Recomputing:
         return tuple(found)
 
     @cached_property
-    def modules(self) -> dict[str, Module]:
+    def modules(self) -> dict[str, RecomputableModule]:
         """Modules that can be recomputed by path, without the root; and recipes by name."""
         if not self._profile.operators:
             return {}
         return {**self._whole_modules, **self._recipes}
 
     @cached_property
-    def _whole_modules(self) -> dict[str, Module]:
+    def _whole_modules(self) -> dict[str, RecomputableModule]:
         made: dict[str, list[int]] = {}
         for g, group in enumerate(self._groups):
             for module in self._makers(group):
                 made.setdefault(module, []).append(g)
         return {
-            path: Module(
+            path: RecomputableModule(
                 path,
                 tuple(groups),
                 self._bytes(groups),
@@ -99,8 +99,8 @@ class Recomputing:
         }
 
     @cached_property
-    def _recipes(self) -> dict[str, Module]:
-        found: dict[str, Module] = {}
+    def _recipes(self) -> dict[str, RecomputableModule]:
+        found: dict[str, RecomputableModule] = {}
         for g, group in enumerate(self._groups):
             slots = [self._profile.slots[i] for i in group.indices]
             members = slots[0].recipe
@@ -118,7 +118,7 @@ class Recomputing:
             if g in reads:
                 continue
             took_ns = sum(self._recipe_ns(i) for i in group.indices)
-            found[name] = Module(name, (g,), self._bytes((g,)), took_ns, tuple(reads))
+            found[name] = RecomputableModule(name, (g,), self._bytes((g,)), took_ns, tuple(reads))
         return found
 
     @cached_property
@@ -176,7 +176,7 @@ class Recomputing:
                 total[module, index] = total.get((module, index), 0) + took_ns
         return total
 
-    def _makers(self, group: Group) -> Iterable[str]:
+    def _makers(self, group: SlotGroup) -> Iterable[str]:
         """Return the modules, without the root, that recompute every slot of a group; innermost first."""
         if group.held_elsewhere:
             return ()
@@ -251,9 +251,9 @@ class Recomputing:
                 place = at
         return place
 
-    def antichain(self, limit_bytes: float) -> list[Module]:
+    def antichain(self, limit_bytes: float) -> list[RecomputableModule]:
         """Return the largest modules, none inside another, of at most ``limit_bytes`` each."""
-        taken: dict[str, Module] = {}
+        taken: dict[str, RecomputableModule] = {}
         for path, module in sorted(
             self._whole_modules.items(), key=lambda one: (one[0].count("."), one[0])
         ):
@@ -261,9 +261,9 @@ class Recomputing:
                 taken[path] = module
         return list(taken.values())
 
-    def recipes(self, beside: Iterable[Module] = ()) -> list[Module]:
+    def recipes(self, beside: Iterable[RecomputableModule] = ()) -> list[RecomputableModule]:
         """Return recipes that are compatible with each other and with ``beside``, worth most first."""
-        taken = Together(beside)
+        taken = RecomputeSets(beside)
         found = []
         for recipe in sorted(self._recipes.values(), key=lambda one: (-one.worth, one.path)):
             if not taken.conflicts_with(recipe):
@@ -276,6 +276,6 @@ class Recomputing:
         """Bytes that each module recomputes, without recipes."""
         return [one.nbytes for one in self._whole_modules.values()]
 
-    def conflict_set(self, recomputed: Iterable[str]) -> Together:
+    def conflict_set(self, recomputed: Iterable[str]) -> RecomputeSets:
         """Return a set of these modules and recipes that finds conflicts with others."""
-        return Together(self.modules[path] for path in recomputed)
+        return RecomputeSets(self.modules[path] for path in recomputed)

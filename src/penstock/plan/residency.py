@@ -46,7 +46,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
+class ResidencyModel:
     """Device memory that a choice of offloaded and recomputed slots needs."""
 
     hard_bytes: int
@@ -127,7 +127,7 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flow:
+class ResidentBytes:
     """Bytes on the device at each event, or per slot where the field says so."""
 
     fate: npt.NDArray[np.uint8]
@@ -150,17 +150,17 @@ class Flow:
         return self.kept + self.made + self.small
 
 
-def residency(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> Residency:
+def residency(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> ResidencyModel:
     """Return the memory needed with some slots offloaded, and those of ``segments`` recomputed."""
     steps, floor = profile.arrays, profile.small_bytes
     if not steps.count:
-        return Residency(floor, -1, floor, 0)
+        return ResidencyModel(floor, -1, floor, 0)
     found = flow(profile, mask, segments)
     fate, stays, read = found.fate, found.stays, found.read
     need = stays + read + np.where((fate == OFFLOADED) & steps.save, steps.nbytes, 0)
     need[steps.free] = 0
     at = int(np.argmax(need))
-    return Residency(
+    return ResidencyModel(
         hard_bytes=max(floor, int(need[at])),
         worst=int(steps.slot[at]) if need[at] > floor else -1,
         kept_bytes=int(np.max(stays, initial=floor, where=steps.use)),
@@ -168,7 +168,7 @@ def residency(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) ->
     )
 
 
-def flow(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> Flow:
+def flow(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> ResidentBytes:
     """Return the bytes on the device at every event: a vectorized ``Returned``."""
     steps, by_slot = profile.arrays, np.frombuffer(mask, np.uint8)
     fate = by_slot[steps.slot]
@@ -178,12 +178,12 @@ def flow(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> Flow
         gone = np.where((fate == OFFLOADED) & steps.needed, steps.nbytes, 0)
         comes = np.where(by_slot == OFFLOADED, steps.use_place, steps.count)
         read = np.cumsum(gone * steps.use - gone * steps.free)
-        return Flow(fate, np.cumsum(kept), np.zeros_like(kept), steps.small, read, comes)
+        return ResidentBytes(fate, np.cumsum(kept), np.zeros_like(kept), steps.small, read, comes)
     kept += np.where((fate == RECOMPUTED) & steps.save, steps.nbytes, 0)
     kept -= _dropped(steps, segments)
     made, small = np.cumsum(_made(steps, segments)), _small_beside(steps, segments)
     read, comes = _read(steps, by_slot, segments)
-    return Flow(fate, np.cumsum(kept), made, small, np.cumsum(read), comes)
+    return ResidentBytes(fate, np.cumsum(kept), made, small, np.cumsum(read), comes)
 
 
 def _dropped(steps: StepArrays, segments: Sequence[Segment]) -> Integers:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Final
 
 from penstock.core.errors import ConfigError, PlanError
-from penstock.plan.axis import Axis
+from penstock.plan.axis import TimeMap
 from penstock.plan.machine import Compute, Machine
 from penstock.plan.operators import Operator, Product
 from penstock.plan.profile import Profile
@@ -101,7 +101,7 @@ def retimed(profile: Profile, machine: Machine) -> Profile:
     _check(profile)
     took = [_time_of(operator, compute) for operator in profile.operators]
     operators = _moved(profile.operators, took)
-    at = Axis(
+    at = TimeMap(
         (was.start_ns, was.end_ns, one.start_ns, one.end_ns)
         for was, one in zip(profile.operators, operators, strict=True)
     )

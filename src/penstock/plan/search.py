@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from penstock.plan.assemble import draft
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.choice_bound import min_step_ns
 from penstock.plan.layers import prefetch_search
 from penstock.plan.placement import rooms_for
@@ -44,14 +44,14 @@ _UNKNOWN_BYTES: Final = 1 << 200
 
 Score: TypeAlias = tuple[bool, int, int]
 """(does not fit, step time in ns or bytes needed, bytes moved); smaller is better."""
-Move: TypeAlias = Callable[[Case, Choice], Choice | None]
+Move: TypeAlias = Callable[[PlanningProblem, Choice], Choice | None]
 """Function from a choice to a slightly different one; None: not applicable."""
 
 
 class Search:
     """Local search that remembers the best choice it has seen."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: PlanningProblem) -> None:
         self._case = case
         self._scores: dict[object, Score] = {}
         self._made = case.made
@@ -180,7 +180,7 @@ def _extras(choice: Choice) -> tuple[object, object]:
     return samples, frozenset(choice.prefetch.items())
 
 
-def _moves(case: Case) -> Iterator[Move]:
+def _moves(case: PlanningProblem) -> Iterator[Move]:
     """Yield all single changes, and swaps of two slots; the largest slots first."""
     yield _with_default_codecs
     yield _without_codecs
@@ -197,17 +197,17 @@ def _moves(case: Case) -> Iterator[Move]:
             yield partial(_swap, g=g, h=h)
 
 
-def _with_default_codecs(case: Case, choice: Choice) -> Choice:
+def _with_default_codecs(case: PlanningProblem, choice: Choice) -> Choice:
     """Encode wherever it pays, and read as soon as there is room."""
     return replace(choice, samples=None, prefetch={})
 
 
-def _without_codecs(case: Case, choice: Choice) -> Choice:
+def _without_codecs(case: PlanningProblem, choice: Choice) -> Choice:
     """Encode nothing."""
     return replace(choice, samples={})
 
 
-def _with_late_reads(case: Case, choice: Choice) -> Choice:
+def _with_late_reads(case: PlanningProblem, choice: Choice) -> Choice:
     """Read back by vDNN's search: each layer as late as possible."""
     gone = {g for g, tier in enumerate(choice.tiers) if tier}
     if choice.recomputed:
@@ -215,25 +215,25 @@ def _with_late_reads(case: Case, choice: Choice) -> Choice:
     return replace(choice, prefetch=prefetch_search(case.layers, gone))
 
 
-def _with_larger_workspaces(case: Case, choice: Choice) -> Choice:
+def _with_larger_workspaces(case: PlanningProblem, choice: Choice) -> Choice:
     """Limit only those workspaces that do not fit with these offloads."""
     fastest = case.with_limits(())
     return choice if choice.recomputed else replace(choice, lean=fastest.fitted(choice.tiers).lean)
 
 
-def _put(case: Case, choice: Choice, *, g: int, tier: str) -> Choice | None:
+def _put(case: PlanningProblem, choice: Choice, *, g: int, tier: str) -> Choice | None:
     if choice.tiers[g] == tier or g in case.dropped(choice):
         return None
     return _placed(case, choice, {g: tier})
 
 
-def _swap(case: Case, choice: Choice, *, g: int, h: int) -> Choice | None:
+def _swap(case: PlanningProblem, choice: Choice, *, g: int, h: int) -> Choice | None:
     if choice.tiers[g] == choice.tiers[h] or case.dropped(choice).intersection((g, h)):
         return None
     return _placed(case, choice, {g: choice.tiers[h], h: choice.tiers[g]})
 
 
-def _placed(case: Case, choice: Choice, changes: dict[int, str]) -> Choice | None:
+def _placed(case: PlanningProblem, choice: Choice, changes: dict[int, str]) -> Choice | None:
     """Move groups to other tiers, if those have room. Groups that were encoded may no longer be."""
     tiers = list(choice.tiers)
     for g, tier in changes.items():
@@ -245,7 +245,7 @@ def _placed(case: Case, choice: Choice, changes: dict[int, str]) -> Choice | Non
     return replace(choice, tiers=tuple(tiers), samples=choice.samples and None, prefetch={})
 
 
-def _toggle(case: Case, choice: Choice, *, path: str) -> Choice | None:
+def _toggle(case: PlanningProblem, choice: Choice, *, path: str) -> Choice | None:
     """Remove a recomputed module, or add it in place of those that contain it or that it contains."""
     others = [one for one in choice.recomputed if one != path]
     if len(others) == len(choice.recomputed):

@@ -14,7 +14,7 @@ from penstock.plan.recipes import ancestors, recipe_members
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class RecomputableModule:
     """A module that can be recomputed, or a recipe."""
 
     path: str
@@ -39,10 +39,10 @@ class Module:
         return self.nbytes / max(1, self.forward_ns)
 
 
-class Together:
+class RecomputeSets:
     """Modules and recipes that are recomputed together; see [Note: recomputation conflicts]."""
 
-    def __init__(self, taken: Iterable[Module] = ()) -> None:
+    def __init__(self, taken: Iterable[RecomputableModule] = ()) -> None:
         """Start with these modules and recipes."""
         self._modules: set[str] = set()
         self._within: dict[str, set[str]] = {}
@@ -52,7 +52,7 @@ class Together:
         for one in taken:
             self.add(one)
 
-    def add(self, one: Module) -> None:
+    def add(self, one: RecomputableModule) -> None:
         """Add a module or recipe."""
         (self._recipes if one.members else self._modules).add(one.path)
         for path in one.members or (one.path,):
@@ -62,7 +62,7 @@ class Together:
             for g in groups:
                 table.setdefault(g, set()).add(one.path)
 
-    def conflicts_with(self, one: Module) -> set[str]:
+    def conflicts_with(self, one: RecomputableModule) -> set[str]:
         """Return the paths of those that cannot be recomputed together with ``one``."""
         found: set[str] = set()
         for path in one.members or (one.path,):

@@ -14,7 +14,7 @@ from penstock.plan.profile import CodecSample, Profile
 from penstock.plan.residency import (
     OFFLOADED,
     Mask,
-    Residency,
+    ResidencyModel,
     Segment,
     saved_in_backward_bytes,
 )
@@ -29,7 +29,7 @@ def windows(
     mask: Mask,
     machine: Machine,
     device_bytes: int,
-    need: Residency,
+    need: ResidencyModel,
     *,
     codecs: SlotCodecs = AS_THEY_ARE,
     segments: Sequence[Segment] = (),

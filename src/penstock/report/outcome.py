@@ -17,7 +17,7 @@ from penstock.plan.replay.result import Level
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PolicyOutcome:
     """One policy's plan and its predicted cost."""
 
     plan: Plan
@@ -60,7 +60,7 @@ class Outcome:
         return sum(tier.written_bytes + tier.read_bytes for tier in tiers)
 
 
-def outcome(policy: str, profile: Profile, machine: Machine, budgets: Budgets) -> Outcome:
+def outcome(policy: str, profile: Profile, machine: Machine, budgets: Budgets) -> PolicyOutcome:
     """Make a plan and replay it.
 
     Raises:
@@ -71,15 +71,15 @@ def outcome(policy: str, profile: Profile, machine: Machine, budgets: Budgets) -
     assert replayed.trace is not None
     fits = plan.feasible and replayed.feasible
     least = None if fits else min_budget(profile, machine, budgets, policies.get(policy))
-    return Outcome(plan, replayed, replayed.trace, least)
+    return PolicyOutcome(plan, replayed, replayed.trace, least)
 
 
-def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
+def best_first(outcomes: Iterable[PolicyOutcome]) -> list[PolicyOutcome]:
     """Sort outcomes: those that fit by step time and traffic, then the others by needed memory."""
     return sorted(outcomes, key=_rank)
 
 
-def _rank(one: Outcome) -> tuple[bool, float, int, str]:
+def _rank(one: PolicyOutcome) -> tuple[bool, float, int, str]:
     if one.fits:
         return False, one.replayed.step_ns, one.moved_bytes, one.policy
     needed = float("inf") if one.least_bytes is None else one.least_bytes

@@ -24,7 +24,7 @@ from penstock.report.look import (
     thinned,
     unit_of,
 )
-from penstock.report.outcome import Outcome
+from penstock.report.outcome import PolicyOutcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ _Held: TypeAlias = tuple[str, Sequence[Level], int]
 """Tuple of a memory, its levels, and its budget."""
 
 
-def plot_plan(one: Outcome, path: str | os.PathLike[str], *, title: str) -> None:
+def plot_plan(one: PolicyOutcome, path: str | os.PathLike[str], *, title: str) -> None:
     """Draw one step into a file; its suffix (``.svg``, ``.png``, ``.pdf``) decides the format.
 
     Args:
@@ -76,7 +76,7 @@ def plot_plan(one: Outcome, path: str | os.PathLike[str], *, title: str) -> None
         figure.savefig(path)
 
 
-def _held(one: Outcome) -> Iterator[_Held]:
+def _held(one: PolicyOutcome) -> Iterator[_Held]:
     """Yield the memory of the device, and of the tiers in use."""
     budgets = one.plan.budgets
     sizes = (budgets.device_bytes, budgets.host_bytes, budgets.flash_bytes)
@@ -87,7 +87,7 @@ def _held(one: Outcome) -> Iterator[_Held]:
 
 
 def _draw_memory(
-    axis: Axes, held: _Held, one: Outcome, *, per_ns: float, colour: str, halo: Any
+    axis: Axes, held: _Held, one: PolicyOutcome, *, per_ns: float, colour: str, halo: Any
 ) -> None:
     name, levels, budget = held
     whens = np.array([0, *(when for when, _ in levels), one.replayed.step_ns], np.float64)
@@ -113,7 +113,7 @@ def _draw_memory(
     axis.set_ylim(0, 1.15 * top / scale)
 
 
-def _draw_channels(axis: Axes, one: Outcome, per_ns: float) -> None:
+def _draw_channels(axis: Axes, one: PolicyOutcome, per_ns: float) -> None:
     labels = []
     used = {name: look for name, look in _CHANNELS.items() if one.trace.busy[name]}
     for row, (name, (label, colour)) in enumerate(used.items()):

@@ -16,7 +16,7 @@ from penstock.observe.summary_text import add_row, grid, percent
 from penstock.plan.plan import Action, Decision
 from penstock.plan.replay import TierUse
 from penstock.report.look import unit_of
-from penstock.report.outcome import Outcome
+from penstock.report.outcome import PolicyOutcome
 
 TOP_REASONS: Final = 8
 """Number of lines about slots; the rest is added up in one line."""
@@ -31,7 +31,7 @@ _CHANNELS: Final = {
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestFit:
     """The largest batch that fits."""
 
     batch_size: int
@@ -46,7 +46,7 @@ class Largest:
 
 
 def one_policy(
-    one: Outcome, *, largest: Largest | None, tbw_bytes: int | None, verbose: bool
+    one: PolicyOutcome, *, largest: LargestFit | None, tbw_bytes: int | None, verbose: bool
 ) -> RenderableType:
     """Return everything about one policy; with ``verbose`` also a line for every slot."""
     parts: list[RenderableType] = [_verdict(one, largest), _step(one), _memory(one)]
@@ -57,7 +57,9 @@ def one_policy(
     return Group(*spaced, *_notes(one))
 
 
-def all_policies(outcomes: Sequence[Outcome], *, largest: Mapping[str, Largest]) -> RenderableType:
+def all_policies(
+    outcomes: Sequence[PolicyOutcome], *, largest: Mapping[str, LargestFit]
+) -> RenderableType:
     """Return a table with a line for each policy, in the given order. All sizes have one unit."""
     needs = [one.least_bytes or one.replayed.peak_bytes for one in outcomes]
     scale, unit = unit_of(max(needs, default=0))
@@ -72,7 +74,7 @@ def all_policies(outcomes: Sequence[Outcome], *, largest: Mapping[str, Largest])
     return table
 
 
-def _figures(one: Outcome, scale: int) -> list[str]:
+def _figures(one: PolicyOutcome, scale: int) -> list[str]:
     if not one.fits:
         return ["-"] * 8
     found = one.replayed
@@ -87,7 +89,7 @@ def _figures(one: Outcome, scale: int) -> list[str]:
     ]
 
 
-def _fits(one: Outcome, scale: int) -> Text:
+def _fits(one: PolicyOutcome, scale: int) -> Text:
     if one.fits:
         return Text("yes", style="green")
     if one.least_bytes is None:
@@ -96,7 +98,7 @@ def _fits(one: Outcome, scale: int) -> Text:
     return Text(f"from {least:.2f}", style="bold red")
 
 
-def _verdict(one: Outcome, largest: Largest | None) -> Text:
+def _verdict(one: PolicyOutcome, largest: LargestFit | None) -> Text:
     text = Text(f"policy {one.policy}: ", style="bold")
     if one.fits:
         text.append("it fits", style="green")
@@ -112,7 +114,7 @@ def _verdict(one: Outcome, largest: Largest | None) -> Text:
     return text
 
 
-def _step(one: Outcome) -> Table:
+def _step(one: PolicyOutcome) -> Table:
     found = one.replayed
     title = "One step" if one.fits else "One step, if memory were enough at its peak"
     table = grid(title, ("", "time", "vs oracle"))
@@ -137,7 +139,7 @@ def _times(took_ns: int, ideal_ns: int) -> tuple[str, str]:
     return format_duration(took_ns / 1e9), share
 
 
-def _memory(one: Outcome) -> Table:
+def _memory(one: PolicyOutcome) -> Table:
     table = grid("Memory", ("", "peak", "average", "budget", "peak of budget"))
     found, budgets = one.replayed, one.plan.budgets
     for name, peak, budget in (
@@ -164,7 +166,7 @@ def _memory(one: Outcome) -> Table:
     return table
 
 
-def _traffic(one: Outcome, tbw_bytes: int | None) -> RenderableType:
+def _traffic(one: PolicyOutcome, tbw_bytes: int | None) -> RenderableType:
     found = one.replayed
     tiers = grid("Moved in one step", ("tier", "written", "read"))
     for name, use in (("host", found.host), ("flash", found.flash)):
@@ -191,7 +193,7 @@ def wear(written_bytes: int, tbw_bytes: int | None) -> str:
     )
 
 
-def _places(one: Outcome) -> Table:
+def _places(one: PolicyOutcome) -> Table:
     table = grid("Offloaded and resident slots", ("", "why", "slots", "bytes"), first=2)
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for decision in one.plan.decisions:
@@ -207,7 +209,7 @@ def _places(one: Outcome) -> Table:
     return table
 
 
-def _slots(one: Outcome) -> Table:
+def _slots(one: PolicyOutcome) -> Table:
     table = grid("Slots, in the order in which they are saved", ("slot", "", "why"), first=3)
     for decision in one.plan.decisions:
         reason = decision.reason
@@ -224,7 +226,7 @@ def verdict(decision: Decision) -> str:
     return f"offload → {decision.tier}{', ' * bool(decision.codec)}{decision.codec}"
 
 
-def _notes(one: Outcome) -> Iterator[Text]:
+def _notes(one: PolicyOutcome) -> Iterator[Text]:
     if one.plan.recomputed:
         yield Text(f"recomputed in backward: {_named(one.plan.recomputed)}")
     if one.plan.lean_convolutions:

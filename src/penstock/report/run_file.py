@@ -18,7 +18,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.files import open_regular, parse_json, read_text
 from penstock.observe import records
 from penstock.observe.counters import SESSION
-from penstock.observe.foreseen import PREDICTION, Foreseen
+from penstock.observe.foreseen import PREDICTION, Forecast
 from penstock.observe.records import placed_records, step_of
 from penstock.observe.summary import SCHEMA, RunFacts, Summary, summarize
 from penstock.observe.totals import StepTotals, summed
@@ -36,7 +36,7 @@ _HEADER_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """The contents of a run's file."""
 
     kind: str
@@ -52,7 +52,7 @@ class Run:
     """Number of steps in the missing files."""
 
 
-def read_run(path: str | os.PathLike[str]) -> Run:
+def read_run(path: str | os.PathLike[str]) -> FinishedRun:
     """Read a run's file.
 
     Raises:
@@ -75,7 +75,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         raise ConfigError(f"{where} is not a text file; {_WANTED}") from error
     except ValueError as error:
         raise ConfigError(f"{where} cannot be read: {error}") from error
-    return Run(SUMMARY, _from_document(where, text))
+    return FinishedRun(SUMMARY, _from_document(where, text))
 
 
 def _header(line: bytes) -> dict[str, Any] | None:
@@ -97,13 +97,13 @@ class _Gathered:
     missing_files: int = 0
     steps: list[StepTotals] = field(default_factory=list)
     session: dict[str, Any] = field(default_factory=dict)
-    foreseen: Foreseen | None = None
+    foreseen: Forecast | None = None
     summary: Summary | None = None
     lost_events: int = 0
     ended: bool = False
 
 
-def _from_log(where: str, header: dict[str, Any]) -> Run:
+def _from_log(where: str, header: dict[str, Any]) -> FinishedRun:
     if header.get("schema") != records.SCHEMA:
         raise ConfigError(
             f"{where} is an event log of schema {header.get('schema')!r}, but this version of Penstock"
@@ -112,7 +112,9 @@ def _from_log(where: str, header: dict[str, Any]) -> Run:
     found = _Gathered()
     for place, record in placed_records(where):
         _gather(found, record, place)
-    run = partial(Run, LOG, lost_events=found.lost_events, missing_files=found.missing_files)
+    run = partial(
+        FinishedRun, LOG, lost_events=found.lost_events, missing_files=found.missing_files
+    )
     first_step = found.steps[0].index if found.steps else None
     if found.summary is not None:
         missing = found.summary.steps if first_step is None else first_step
@@ -133,7 +135,7 @@ def _gather(found: _Gathered, record: dict[str, Any], where: str) -> None:
     elif kind == "step":
         found.steps.append(step_of(record, where=where))
     elif kind == "mark" and record.get("name") == PREDICTION:
-        found.foreseen = Foreseen.from_fields(_object(record, "fields", where), source=where)
+        found.foreseen = Forecast.from_fields(_object(record, "fields", where), source=where)
     elif kind == "mark" and record.get("name") == SESSION:
         found.session = _object(record, "fields", where)
     elif kind == "summary":

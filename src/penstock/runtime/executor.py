@@ -26,7 +26,7 @@ from penstock.runtime.planner import MEMORY, Planner
 from penstock.runtime.reads import Reads
 from penstock.runtime.remakes import Remakes
 from penstock.runtime.residency import Origin, Residency, SavedStorage, SlotRecord, View
-from penstock.runtime.room import Room
+from penstock.runtime.room import Eviction
 from penstock.runtime.sampling import POSITIVE, CodecSampler, Sampler
 from penstock.runtime.sharing import attach, is_enough, keeps_signs
 from penstock.runtime.small import SmallStorages
@@ -92,7 +92,7 @@ class Executor:
             current_pass=self._current_pass,
             release_promoted=self.release,
         )
-        self._room = Room(
+        self._room = Eviction(
             budget=budget,
             traffic=self._traffic,
             recorder=recorder,

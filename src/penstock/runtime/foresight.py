@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from penstock.core.errors import PlanError
-from penstock.observe.foreseen import Foreseen
+from penstock.observe.foreseen import Forecast
 from penstock.plan.machine import Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 from penstock.plan.replay import replay
 
 
-def foresee(profile: Profile, plan: Plan, machine: Machine, *, since_ns: int) -> Foreseen | None:
+def foresee(profile: Profile, plan: Plan, machine: Machine, *, since_ns: int) -> Forecast | None:
     """Replay a plan that comes into force now.
 
     Gaps between the profile's passes do not count: an optimizer may step there.
@@ -30,7 +30,7 @@ def foresee(profile: Profile, plan: Plan, machine: Machine, *, since_ns: int) ->
         found = replay(profile, plan, machine)
     except PlanError:  # a given plan runs modules again, and its passes are not observed
         return None
-    return Foreseen(
+    return Forecast(
         since_ns=since_ns,
         machine=machine.name,
         passes=len(profile.passes),

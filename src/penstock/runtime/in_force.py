@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.core.config import UNLIMITED
-from penstock.plan.groups import Group, groups_of
+from penstock.plan.groups import SlotGroup, groups_of
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.pipeline import channel_bound
 from penstock.plan.plan import Action, Decision, Plan
@@ -84,7 +84,7 @@ class InForce:
         return known
 
 
-def _placed(profile: Profile, plan: Plan) -> list[tuple[Group, str]]:
+def _placed(profile: Profile, plan: Plan) -> list[tuple[SlotGroup, str]]:
     """Return the groups that the plan offloads, and to which tier."""
     decisions = ((group, plan.lookup(group.key)) for group in groups_of(profile))
     return [(group, decision.tier) for group, decision in decisions if decision and decision.tier]

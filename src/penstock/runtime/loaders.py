@@ -19,7 +19,7 @@ MOVED_SHARE: Final = 0.05
 """Of flash's bandwidth: a smaller change of the demand makes no new plan."""
 
 
-class Reads(Protocol):
+class LoaderReads(Protocol):
     """A loader, as the planner sees it."""
 
     @property
@@ -40,13 +40,13 @@ class Loaders:
     def __init__(self) -> None:
         """None yet."""
         self.planned_bytes_per_s = 0.0
-        self._sources: weakref.WeakSet[Reads] = weakref.WeakSet()
+        self._sources: weakref.WeakSet[LoaderReads] = weakref.WeakSet()
 
-    def add(self, loader: Reads) -> None:
+    def add(self, loader: LoaderReads) -> None:
         """One more. It is forgotten when it is dropped."""
         self._sources.add(loader)
 
-    def discard(self, loader: Reads) -> None:
+    def discard(self, loader: LoaderReads) -> None:
         """It reads no more."""
         self._sources.discard(loader)
 

@@ -23,7 +23,7 @@ from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
 from penstock.core.locks import Lock
 from penstock.observe.counters import PLANS, UNKNOWN
-from penstock.observe.foreseen import PREDICTION, Foreseen
+from penstock.observe.foreseen import PREDICTION, Forecast
 from penstock.observe.recorder import Recorder, Stage
 from penstock.observe.suggestion import Suggestion
 from penstock.plan import policies
@@ -116,7 +116,7 @@ class Planner:
         self._loaders = Loaders() if loaders is None else loaders
         self.plan: Plan | None = None
         self.profile: Profile | None = None
-        self.foreseen: Foreseen | None = None
+        self.foreseen: Forecast | None = None
         self.ranks: dict[MatchKey, int] = {}
         self.triggers: dict[MatchKey, int] = {}
         self.replans = 0

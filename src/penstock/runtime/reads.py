@@ -13,7 +13,7 @@ from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.kept import KeptStorage
 from penstock.runtime.planner import Planner
 from penstock.runtime.residency import Residency, SavedStorage
-from penstock.runtime.room import Room
+from penstock.runtime.room import Eviction
 from penstock.runtime.traffic import Traffic, in_memory, session_closed
 
 
@@ -25,7 +25,7 @@ class Reads:
         *,
         planner: Planner,
         traffic: Traffic,
-        room: Room,
+        room: Eviction,
         recorder: Recorder,
         restored_bytes: Callable[[], int],
     ) -> None:

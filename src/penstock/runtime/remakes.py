@@ -21,7 +21,7 @@ from penstock.observe.recorder import Recorder, Stage
 from penstock.runtime.digests import Comparison, Digest, digest_of_storage
 from penstock.runtime.remade import REMADE, Remaking
 from penstock.runtime.residency import Residency, SavedStorage
-from penstock.runtime.room import Room
+from penstock.runtime.room import Eviction
 from penstock.runtime.traffic import Traffic, in_memory, withdraw
 from penstock.runtime.weak import TensorRef
 
@@ -67,7 +67,9 @@ class Remakes:
         maker: Who knows; ``None``: nothing is made again.
     """
 
-    def __init__(self, *, traffic: Traffic, room: Room, budget: Budget, recorder: Recorder) -> None:
+    def __init__(
+        self, *, traffic: Traffic, room: Eviction, budget: Budget, recorder: Recorder
+    ) -> None:
         """For one executor."""
         self.maker: Maker | None = None
         self._traffic = traffic

@@ -50,7 +50,7 @@ _NOT_PROFILED: Final = (
 )
 
 
-class Room:
+class Eviction:
     """Finds room for what is to be held. Waits, so it is called without the runtime's lock."""
 
     def __init__(

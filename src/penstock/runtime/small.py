@@ -18,7 +18,7 @@ from penstock.runtime.weak import TensorRef
 
 if TYPE_CHECKING:
     from penstock.runtime.passes import Pass
-    from penstock.runtime.room import Room
+    from penstock.runtime.room import Eviction
 
 CREDIT_BYTES: Final = 256 * KIB
 """Taken from the budget at a time for them; so the charge is never below what they hold."""
@@ -43,7 +43,7 @@ class SmallStorages:
     """
 
     def __init__(
-        self, *, budget: Budget, room: Room, lock: Lock, current_pass: Callable[[], Pass]
+        self, *, budget: Budget, room: Eviction, lock: Lock, current_pass: Callable[[], Pass]
     ) -> None:
         """Count nothing yet.
 

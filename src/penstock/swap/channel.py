@@ -39,7 +39,7 @@ _MAX_REASON_LETTERS: Final = 600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class ManagerOrder:
     """Order of the manager."""
 
     number: int = 0
@@ -140,16 +140,16 @@ class JobEnd:
             ) from error
         self._orders = _Half(self._fd, 0)
         self._mine = _Half(self._fd, 1)
-        self.order = Order()
+        self.order = ManagerOrder()
         self.status = Status(pid=os.getpid(), start_ticks=start_ticks(os.getpid()) or 0)
         self.tell()
 
-    def look(self) -> Order:
+    def look(self) -> ManagerOrder:
         """Read and return the manager's present order."""
         self._mine.retry_write()
         found = self._orders.read()
         if found is not None:
-            self.order = _decoded(Order, found) or self.order
+            self.order = _decoded(ManagerOrder, found) or self.order
         return self.order
 
     def tell(self, **changes: Any) -> None:
@@ -185,7 +185,7 @@ class ManagerEnd:
         self._job = _Half(self._fd, 1)
         self.status = Status()
         found = self._mine.read()
-        self.order = (None if found is None else _decoded(Order, found)) or Order()
+        self.order = (None if found is None else _decoded(ManagerOrder, found)) or ManagerOrder()
         self.look()
 
     def clear(self) -> None:
@@ -195,7 +195,7 @@ class ManagerEnd:
         except OSError as error:
             raise self._not_created(error) from error
         self.status = Status()
-        self.order = Order()
+        self.order = ManagerOrder()
 
     def _not_created(self, error: OSError) -> JobError:
         return JobError(f"channel {self.path!r} cannot be created: {error.strerror}")
@@ -210,7 +210,9 @@ class ManagerEnd:
 
     def want(self, *, sleep: bool, fetch_bytes: int = 0) -> None:
         """Write an order to the job."""
-        self.order = Order(number=self.order.number + 1, sleep=sleep, fetch_bytes=fetch_bytes)
+        self.order = ManagerOrder(
+            number=self.order.number + 1, sleep=sleep, fetch_bytes=fetch_bytes
+        )
         self._mine.write(asdict(self.order))
 
     def lock_for_child(self) -> int | None:

@@ -18,9 +18,9 @@ from penstock.checkpoint import unchanged
 from penstock.checkpoint.frames import Decoding
 from penstock.checkpoint.manifest import TensorEntry
 from penstock.checkpoint.moves import Region
-from penstock.checkpoint.reading import Opened
-from penstock.io.pages import Pages
-from penstock.swap.state import Held
+from penstock.checkpoint.reading import OpenCheckpoint
+from penstock.io.pages import PageRange
+from penstock.swap.state import SuspendableStorage
 
 
 class Recall:
@@ -30,7 +30,9 @@ class Recall:
         held: The storages that it can restore.
     """
 
-    def __init__(self, path: str | os.PathLike[str], state: object, held: Sequence[Held]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], state: object, held: Sequence[SuspendableStorage]
+    ) -> None:
         """Compare a checkpoint with the memory, and keep its files open.
 
         Args:
@@ -42,9 +44,9 @@ class Recall:
             CheckpointError: There is no such checkpoint, or it is damaged.
             TransferError: It cannot be read.
         """
-        self._places: dict[Held, tuple[int, int]] = {}
-        self._encoded: dict[Held, tuple[TensorEntry, int]] = {}
-        self._opened = Opened(os.path.abspath(path))
+        self._places: dict[SuspendableStorage, tuple[int, int]] = {}
+        self._encoded: dict[SuspendableStorage, tuple[TensorEntry, int]] = {}
+        self._opened = OpenCheckpoint(os.path.abspath(path))
         try:
             numbers = {each.name: i for i, each in enumerate(self._opened.manifest.files)}
             entries = {each.name: each for each in self._opened.manifest.tensors}
@@ -70,15 +72,15 @@ class Recall:
             raise
 
     @property
-    def held(self) -> frozenset[Held]:
+    def held(self) -> frozenset[SuspendableStorage]:
         """The storages that it can restore."""
         return frozenset(self._places)
 
-    def place_of(self, held: Held) -> tuple[int, int]:
+    def place_of(self, held: SuspendableStorage) -> tuple[int, int]:
         """Return the number of the file, and the offset in it of the pages, or of their frames."""
         return self._places[held]
 
-    def restore(self, held: Held) -> None:
+    def restore(self, held: SuspendableStorage) -> None:
         """Fill the storage's pages, which are open. It may be called again after an error.
 
         Raises:
@@ -101,7 +103,7 @@ class Recall:
 class _Range(Region):
     """A tensor's bytes, of which only those in some pages are written."""
 
-    def __init__(self, pages: Pages, nbytes: int, begin: int = 0) -> None:
+    def __init__(self, pages: PageRange, nbytes: int, begin: int = 0) -> None:
         """Describe the range.
 
         Args:
@@ -124,7 +126,7 @@ class _Range(Region):
             ctypes.memmove(target, address + low - start, high - low)
 
 
-def _covers(tensor: torch.Tensor, pages: Pages) -> bool:
+def _covers(tensor: torch.Tensor, pages: PageRange) -> bool:
     """Return whether the pages lie within the tensor, and its bytes are in the order of the file."""
     end = tensor.data_ptr() + tensor.nbytes
     within = tensor.data_ptr() <= pages.address and pages.address + pages.nbytes <= end

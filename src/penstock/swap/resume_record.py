@@ -28,14 +28,14 @@ import xxhash
 from penstock.checkpoint import Rng
 from penstock.checkpoint.listeners import listeners
 from penstock.checkpoint.listing import info_of, steps_in
-from penstock.checkpoint.reading import Opened
+from penstock.checkpoint.reading import OpenCheckpoint
 from penstock.core.errors import CheckpointError, ConfigError, PenstockError, SuspendError
 from penstock.core.files import absolute_path, open_regular, parse_json
 from penstock.core.fs import FileLock, write_durably
 from penstock.core.units import MIB
 from penstock.swap import RECORD_FILE
 from penstock.swap.state import tensors_of
-from penstock.swap.suspend import Job
+from penstock.swap.suspend import Suspendable
 
 _SCHEMA: Final = 1
 _SHOWN: Final = 3
@@ -189,7 +189,7 @@ class ResumeRecord:
 
     # -- between two steps ----------------------------------------------------------------------------
 
-    def step_over(self, job: Job, steps: int) -> None:
+    def step_over(self, job: Suspendable, steps: int) -> None:
         """Compare the run with the record, at the step after which it was suspended.
 
         Raises:
@@ -234,7 +234,7 @@ class ResumeRecord:
         self._pending = self._knows_checkpointer and not self._pending
         return self._pending
 
-    def write(self, job: Job, steps: int) -> None:
+    def write(self, job: Suspendable, steps: int) -> None:
         """Write the record before the run sleeps: the path of its checkpoint, or its checksums.
 
         Raises:
@@ -252,7 +252,7 @@ class ResumeRecord:
             )
         self._record.write(kind="replay", steps=steps, digests=self._digests(job))
 
-    def _digests(self, job: Job) -> list[tuple[str, str]]:
+    def _digests(self, job: Suspendable) -> list[tuple[str, str]]:
         """Return checksums of all the job's tensors and random generators, by name."""
         found = []
         for name, tensor in tensors_of(job.modules, job.optimizers):
@@ -321,7 +321,7 @@ def _saved_since(before: dict[str, Any]) -> dict[str, int]:
 def _check_exists(before: dict[str, Any], record: ResumeFile) -> None:
     path = before["path"]
     try:
-        Opened(path).close()
+        OpenCheckpoint(path).close()
     except PenstockError as error:
         if any(info_of(step, later).ok for later, step in _saved_since(before).items()):
             return  # it was woken and continued until that checkpoint was removed

@@ -20,7 +20,7 @@ from penstock.core.units import MIB, format_bytes
 from penstock.swap.channel import JobEnd
 from penstock.swap.pending_signals import SLEEP, WAKE, PendingSignals
 from penstock.swap.resume_record import ResumeRecord
-from penstock.swap.suspend import Job, resume, suspend
+from penstock.swap.suspend import Suspendable, resume, suspend
 
 _POLL_S: Final = 0.02
 """Interval at which a sleeping job polls for its wake-up: a signal handler must not take locks."""
@@ -30,14 +30,14 @@ _PREFETCH_BYTES: Final = 128 * MIB
 """Bytes that are prefetched between two polls."""
 
 
-class Stepping(Job, Protocol):
+class Stepping(Suspendable, Protocol):
     """A job that reports the end of steps, such as a :class:`penstock.Session`."""
 
     on_step: Callable[[], None] | None
     """Function that the training thread calls between two steps."""
 
 
-class Sleeper:
+class StepSuspender:
     """Suspends and resumes a job on signals and orders of its manager. Create it in the main thread.
 
     Attributes:

@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from penstock.io.aio import default_engine
 from penstock.observe.clients import SUSPENDED
 from penstock.observe.recorder import Recorder
-from penstock.swap.state import Held
+from penstock.swap.state import SuspendableStorage
 from penstock.tier import checksums
 from penstock.tier.base import Tier
 from penstock.tier.flash import FlashTier, StrPath
 from penstock.tier.slabs import UNIT_BYTES
 
 
-class Space:
+class SwapSpace:
     """Unnamed files, kept while the job lives.
 
     Overwriting allocated space of a file system is about twice as fast as writing to new space.
@@ -59,7 +59,7 @@ class Space:
         self._closing.callback(self.tier.close)
 
     @staticmethod
-    def needed_bytes(held: Sequence[Held], flash: StrPath | Sequence[StrPath]) -> int:
+    def needed_bytes(held: Sequence[SuspendableStorage], flash: StrPath | Sequence[StrPath]) -> int:
         """Return the capacity that some storages need."""
         directories = 1 if isinstance(flash, (str, os.PathLike)) else len(flash)
         loose = sum(each.pages is None for each in held)  # these may begin within a unit

@@ -9,20 +9,20 @@ from typing import Any, Final
 import torch
 
 from penstock.io.mapping import PAGE_BYTES
-from penstock.io.pages import Pages, PrivateMemory, whole_pages
+from penstock.io.pages import PageRange, PrivateMemory, whole_pages
 
 LEAST_BYTES: Final = 16 * PAGE_BYTES
 """Minimum size of a storage, in whole pages, that is moved: less is not worth the cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Held:
+class SuspendableStorage:
     """A storage that can be suspended."""
 
     name: str
     """Name of the first tensor found in it, such as ``"layer.weight"``."""
     storage: torch.UntypedStorage = field(repr=False)  # repr would read closed pages
-    pages: Pages | None
+    pages: PageRange | None
     """Whole pages of the storage; None for one in device memory, which is moved as a whole."""
 
     @property
@@ -82,13 +82,13 @@ def _nested(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def storages_of(
     tensors: Iterable[tuple[str, torch.Tensor]],
-) -> tuple[list[Held], dict[str, str]]:
+) -> tuple[list[SuspendableStorage], dict[str, str]]:
     """Return the storages that can be suspended, and the reasons for tensors that cannot, by name.
 
     Small storages stay resident and are not named.
     """
     private = PrivateMemory()
-    held: dict[int, Held] = {}
+    held: dict[int, SuspendableStorage] = {}
     stay: dict[str, str] = {}
     for name, tensor in tensors:
         try:
@@ -102,7 +102,7 @@ def storages_of(
             stay[name] = "it is on the meta device, without data"
             continue
         if storage.device.type != "cpu":
-            held[storage._cdata] = Held(name=name, storage=storage, pages=None)
+            held[storage._cdata] = SuspendableStorage(name=name, storage=storage, pages=None)
             continue
         pages = whole_pages(storage.data_ptr(), storage.nbytes())
         if storage.is_shared():
@@ -110,5 +110,5 @@ def storages_of(
         elif not private.holds(pages):
             stay[name] = "its memory is mapped from a file, or read-only"
         elif pages.nbytes >= LEAST_BYTES:
-            held[storage._cdata] = Held(name=name, storage=storage, pages=pages)
+            held[storage._cdata] = SuspendableStorage(name=name, storage=storage, pages=pages)
     return list(held.values()), stay

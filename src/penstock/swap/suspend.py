@@ -33,8 +33,8 @@ from penstock.core.garbage import without_collection
 from penstock.io import pages as memory
 from penstock.observe.recorder import Recorder
 from penstock.swap.recall import Recall
-from penstock.swap.space import Space
-from penstock.swap.state import Held, storages_of, tensors_of
+from penstock.swap.space import SwapSpace
+from penstock.swap.state import SuspendableStorage, storages_of, tensors_of
 from penstock.swap.swap_in import SwapIn
 from penstock.swap.swap_out import SwapOut
 from penstock.swap.write_batch import SwappedStorage
@@ -44,12 +44,12 @@ from penstock.tier.flash import StrPath
 _asleep: weakref.WeakSet[Suspended] = weakref.WeakSet()
 
 
-class Job(Protocol):
+class Suspendable(Protocol):
     """A job that can be suspended, such as a :class:`penstock.Session`."""
 
     suspended: Suspended | None
     """Suspended memory; None while the job runs."""
-    space: Space | None
+    space: SwapSpace | None
     """Space that the last suspend used."""
     recorder: Recorder
     wrap_tier: Callable[[Tier], Tier] | None
@@ -88,7 +88,7 @@ class Suspended:
 
     def __init__(
         self,
-        held: Sequence[Held],
+        held: Sequence[SuspendableStorage],
         *,
         tier: Tier,
         stayed: dict[str, str],
@@ -111,7 +111,7 @@ class Suspended:
         self.stayed = stayed
         self._tier = tier
         self._recall = recall
-        known = frozenset[Held]() if recall is None else recall.held
+        known = frozenset[SuspendableStorage]() if recall is None else recall.held
         self._storages = [SwappedStorage(each, recalled=each in known) for each in held]
         outgoing = [each for each in self._storages if not each.recalled]
         self.written_bytes = sum(each.held.nbytes for each in outgoing)
@@ -238,7 +238,7 @@ class Suspended:
 
 @without_collection()
 def suspend(
-    job: Job,
+    job: Suspendable,
     *,
     flash: StrPath | Sequence[StrPath] | None = None,
     also: Sequence[torch.Tensor] = (),
@@ -326,25 +326,25 @@ def _check_is_job(job: object) -> None:
 
 
 def _space_for(
-    job: Job,
-    held: Sequence[Held],
+    job: Suspendable,
+    held: Sequence[SuspendableStorage],
     recall: Recall | None,
     directories: StrPath | Sequence[StrPath],
-) -> Space:
+) -> SwapSpace:
     """Return the job's space, or a new one if that is too small."""
-    known = frozenset[Held]() if recall is None else recall.held
-    needed = Space.needed_bytes([each for each in held if each not in known], directories)
+    known = frozenset[SuspendableStorage]() if recall is None else recall.held
+    needed = SwapSpace.needed_bytes([each for each in held if each not in known], directories)
     if job.space is not None and not job.space.serves(directories, needed):
         job.space.close()
         job.space = None
     if job.space is None:
-        job.space = Space(
+        job.space = SwapSpace(
             directories, capacity_bytes=needed, recorder=job.recorder, wrap_tier=job.wrap_tier
         )
     return job.space
 
 
-def resume(job: Job) -> None:
+def resume(job: Suspendable) -> None:
     """Restore a job's memory. Does nothing if it is not suspended.
 
     Raises:

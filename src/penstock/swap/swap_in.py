@@ -15,8 +15,8 @@ from penstock.core.units import round_up
 from penstock.io import pages as memory
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Transfer
-from penstock.io.pages import Pages
-from penstock.io.supply import Supply
+from penstock.io.pages import PageRange
+from penstock.io.supply import Prefault
 from penstock.staging import bytes_of, copy_across, ready_event
 from penstock.swap.recall import Recall
 from penstock.swap.write_batch import (
@@ -29,7 +29,7 @@ from penstock.swap.write_batch import (
 )
 from penstock.tier.base import Tier
 
-_NO_PAGES: Final = Pages(0, 0)
+_NO_PAGES: Final = PageRange(0, 0)
 
 
 class _Read(NamedTuple):
@@ -86,7 +86,7 @@ class SwapIn:
             numbers = {each: number for number, each in enumerate(opened)}
             with (
                 closing(self._arena),
-                Supply([each.held.pages or _NO_PAGES for each in opened]) as supply,
+                Prefault([each.held.pages or _NO_PAGES for each in opened]) as supply,
             ):
                 for each, number in numbers.items():
                     if each.recalled:
@@ -126,7 +126,7 @@ class SwapIn:
                 found.append((max(numbers[each.swapped] for each in parts), batch, parts))
         return sorted(found, key=lambda one: one[0])
 
-    def _open(self, swapped: SwappedStorage, pages: Pages) -> bool:
+    def _open(self, swapped: SwappedStorage, pages: PageRange) -> bool:
         try:
             memory.unprotect_for_refill(pages)
         except PenstockError as refused:

@@ -19,7 +19,7 @@ import torch
 
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority
-from penstock.io.pages import Pages, around, huge_pages_within
+from penstock.io.pages import PageRange, around, huge_pages_within
 from penstock.staging import bytes_of, copy_across, ready_event
 from penstock.swap.write_batch import (
     BUFFER_BYTES,
@@ -56,7 +56,7 @@ class SwapOut:
             TransferError: A write failed. Running writes read the memory until their tickets settle.
         """
         self._send_devices([each for each in outgoing if each.held.pages is None])
-        small = list[tuple[SwappedStorage, Pages]]()
+        small = list[tuple[SwappedStorage, PageRange]]()
         for each in outgoing:
             if each.held.pages is not None:
                 whole = huge_pages_within(each.held.pages)

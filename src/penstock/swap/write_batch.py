@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from penstock.core.units import MIB
-from penstock.io.pages import Pages
-from penstock.swap.state import Held
+from penstock.io.pages import PageRange
+from penstock.swap.state import SuspendableStorage
 from penstock.tier.base import Ticket
 
 STAGED_BYTES: Final = 256 * MIB
@@ -22,7 +22,7 @@ BUFFERS: Final = 8
 class SwappedStorage:
     """A storage whose bytes are on flash."""
 
-    held: Held
+    held: SuspendableStorage
     recalled: bool = False
     """True if a checkpoint has it, and not write batches."""
     freed: bool = False
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     """Bytes of a storage in a write batch."""
 
     swapped: SwappedStorage
-    pages: Pages | None
+    pages: PageRange | None
     """Target pages; None for the whole of a device's storage."""
     offset: int = 0
     """Offset in the batch."""
@@ -50,14 +50,14 @@ class WriteBatch(NamedTuple):
     ticket: Ticket
 
 
-def packed(parts: Iterable[tuple[SwappedStorage, Pages]]) -> Iterator[tuple[Part, ...]]:
+def packed(parts: Iterable[tuple[SwappedStorage, PageRange]]) -> Iterator[tuple[Part, ...]]:
     """Cut pages so that the parts fill one buffer after the other; the last may not be full."""
     buffer, filled = list[Part](), 0
     for swapped, pages in parts:
         done = 0
         while done < pages.nbytes:
             length = min(pages.nbytes - done, BUFFER_BYTES - filled)
-            buffer.append(Part(swapped, Pages(pages.address + done, length), filled))
+            buffer.append(Part(swapped, PageRange(pages.address + done, length), filled))
             done, filled = done + length, filled + length
             if filled == BUFFER_BYTES:
                 yield tuple(buffer)

@@ -56,7 +56,7 @@ from penstock.testing.moving import (
 __all__ = ["PATIENCE_S", "PIECE_BYTES", "Bytes", "EngineTests", "aligned", "move", "run_in_fork"]
 
 
-class Build(Protocol):
+class EngineBuilder(Protocol):
     """Type of the ``build`` fixture."""
 
     def __call__(
@@ -94,7 +94,7 @@ class EngineTests:
     # -- fixtures ---------------------------------------------------------------------------------
 
     @pytest.fixture
-    def build(self) -> Iterator[Build]:
+    def build(self) -> Iterator[EngineBuilder]:
         """Build engines that are closed at the end."""
         engines: list[Engine] = []
         gates: list[GatedSyscalls] = []
@@ -123,7 +123,7 @@ class EngineTests:
 
     # -- moving -----------------------------------------------------------------------------------
 
-    def test_what_is_written_is_read(self, build: Build, file: File) -> None:
+    def test_what_is_written_is_read(self, build: EngineBuilder, file: File) -> None:
         """One granule, several pieces, and lengths that are no multiple of a piece."""
         engine, granule = build(), file.granule_bytes
         for pieces in (0, 1, 2, 5):
@@ -142,7 +142,7 @@ class EngineTests:
     )
     @given(offset=st.integers(0, 64), granules=st.integers(1, 96), seed=st.integers(0, 9))
     def test_any_offset_and_length(
-        self, build: Build, file: File, offset: int, granules: int, seed: int
+        self, build: EngineBuilder, file: File, offset: int, granules: int, seed: int
     ) -> None:
         """The neighbours of what is written stay as they were."""
         engine, granule = build(), file.granule_bytes
@@ -156,7 +156,7 @@ class EngineTests:
         move(engine, "read", file, 0, found).wait(PATIENCE_S)
         assert np.array_equal(found, around)
 
-    def test_many_at_once(self, build: Build, file: File) -> None:
+    def test_many_at_once(self, build: EngineBuilder, file: File) -> None:
         """Transfers from several threads, all in flight together, do not mix."""
         engine, nbytes, count = build(threads=4), 3 * PIECE_BYTES, 24
         sources = [aligned(nbytes, seed=index) for index in range(count)]
@@ -168,7 +168,7 @@ class EngineTests:
         for source, target in zip(sources, targets, strict=True):
             assert np.array_equal(source, target)
 
-    def test_wait_says_how_much_and_can_be_repeated(self, build: Build, file: File) -> None:
+    def test_wait_says_how_much_and_can_be_repeated(self, build: EngineBuilder, file: File) -> None:
         """A settled transfer stays settled."""
         transfer = move(build(), "write", file, 0, aligned(PIECE_BYTES, seed=0))
         assert transfer.wait(PATIENCE_S) == PIECE_BYTES
@@ -177,7 +177,7 @@ class EngineTests:
         assert transfer.error is None
         assert not transfer.cancel()
 
-    def test_memory_is_let_go_when_settled(self, build: Build, file: File) -> None:
+    def test_memory_is_let_go_when_settled(self, build: EngineBuilder, file: File) -> None:
         """Neither the transfer nor an idle worker keeps the source alive."""
 
         class Owner:
@@ -197,7 +197,7 @@ class EngineTests:
         assert alive() is None
         assert gate is None or seen == [None]
 
-    def test_callbacks_run_before_waiters_wake(self, build: Build, file: File) -> None:
+    def test_callbacks_run_before_waiters_wake(self, build: EngineBuilder, file: File) -> None:
         """Callbacks added by a callback run too; one that is added after the end runs at once."""
         gate = GatedSyscalls()
         transfer = move(build(syscalls=gate), "write", file, 0, aligned(PIECE_BYTES, seed=0))
@@ -218,7 +218,9 @@ class EngineTests:
     # -- misuse -----------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("field", ["offset_bytes", "address", "nbytes"])
-    def test_misaligned_requests_are_refused(self, build: Build, file: File, field: str) -> None:
+    def test_misaligned_requests_are_refused(
+        self, build: EngineBuilder, file: File, field: str
+    ) -> None:
         """The error is raised at once and names the field; nothing is moved."""
         buffer, granule = aligned(2 * PIECE_BYTES), file.granule_bytes
         good = request("read", file, 0, buffer)
@@ -230,7 +232,7 @@ class EngineTests:
             with pytest.raises(ConfigError, match=field):
                 engine.submit(replace(good, **changed))
 
-    def test_reading_past_the_end_fails(self, build: Build, file: File) -> None:
+    def test_reading_past_the_end_fails(self, build: EngineBuilder, file: File) -> None:
         """A read of fewer bytes than requested raises an error."""
         engine = build()
         move(engine, "write", file, 0, aligned(PIECE_BYTES, seed=0)).wait(PATIENCE_S)
@@ -241,7 +243,9 @@ class EngineTests:
 
     # -- order ------------------------------------------------------------------------------------
 
-    def test_priorities_go_first_and_equals_in_order(self, build: Build, file: File) -> None:
+    def test_priorities_go_first_and_equals_in_order(
+        self, build: EngineBuilder, file: File
+    ) -> None:
         """The order is demand, prefetch, write-behind, read-ahead, and first in, first out in each."""
         gate, order = GatedSyscalls(), [*range(10)]
         engine = build(threads=1, syscalls=gate)
@@ -269,7 +273,7 @@ class EngineTests:
         served = [call.offset_bytes // PIECE_BYTES - 1 for call in gate.calls[1:]]
         assert served == sorted(order, key=lambda slot: (wanted[slot], slot))
 
-    def test_demand_overtakes_between_pieces(self, build: Build, file: File) -> None:
+    def test_demand_overtakes_between_pieces(self, build: EngineBuilder, file: File) -> None:
         """A long write-behind does not make a demand wait for more than a piece."""
         gate = GatedSyscalls()
         engine = build(threads=1, syscalls=gate)
@@ -285,7 +289,7 @@ class EngineTests:
         gate.open()
         long.wait(PATIENCE_S)
 
-    def test_promotion_moves_what_is_left_up(self, build: Build, file: File) -> None:
+    def test_promotion_moves_what_is_left_up(self, build: EngineBuilder, file: File) -> None:
         """A promoted transfer overtakes; asking for a lower priority changes nothing."""
         gate = GatedSyscalls()
         engine = build(threads=1, syscalls=gate)
@@ -304,7 +308,7 @@ class EngineTests:
         third.promote(Priority.DEMAND)  # settled: nothing to move
         assert [call.offset_bytes // PIECE_BYTES for call in gate.calls] == [0, 3, 4, 1, 2]
 
-    def test_cancel_only_what_has_not_started(self, build: Build, file: File) -> None:
+    def test_cancel_only_what_has_not_started(self, build: EngineBuilder, file: File) -> None:
         """A cancelled transfer never reaches the device; a started one runs to its end."""
         gate = GatedSyscalls()
         engine = build(threads=1, syscalls=gate)
@@ -323,7 +327,7 @@ class EngineTests:
         started.wait(PATIENCE_S)
         assert [call.offset_bytes for call in gate.calls] == [0, PIECE_BYTES]
 
-    def test_none_is_lost_in_a_crowd(self, build: Build, file: File) -> None:
+    def test_none_is_lost_in_a_crowd(self, build: EngineBuilder, file: File) -> None:
         """Each transfer settles exactly once, in any mix of cancelling and promoting."""
         engine, count = build(threads=4), 300
         rng = np.random.default_rng(0)
@@ -349,7 +353,9 @@ class EngineTests:
         assert moved + cancelled == count
         assert len(settled) == len(set(map(id, settled))) == count
 
-    def test_a_demand_read_is_served_before_queued_writes(self, build: Build, file: File) -> None:
+    def test_a_demand_read_is_served_before_queued_writes(
+        self, build: EngineBuilder, file: File
+    ) -> None:
         """The read is served first even if it is submitted later."""
         gate = GatedSyscalls()
         engine = build(threads=1, syscalls=gate)
@@ -375,7 +381,7 @@ class EngineTests:
     @pytest.mark.parametrize("index", range(5))
     @pytest.mark.parametrize("errno", [errnos.EIO, errnos.ENOSPC])
     def test_an_errno_at_every_index(
-        self, build: Build, file: File, op: Op, index: int, errno: int
+        self, build: EngineBuilder, file: File, op: Op, index: int, errno: int
     ) -> None:
         """The error has all details, and the engine continues to work."""
         self._fill(build, file, 5)
@@ -405,7 +411,7 @@ class EngineTests:
         ids=str,
     )
     def test_a_short_or_interrupted_call_is_continued(
-        self, build: Build, file: File, op: Op, index: int, fault: Fault
+        self, build: EngineBuilder, file: File, op: Op, index: int, fault: Fault
     ) -> None:
         """The call is continued at every index, and from a granule for a direct file."""
         content = self._fill(build, file, 5)
@@ -422,7 +428,7 @@ class EngineTests:
     @pytest.mark.parametrize("op", ["write", "read"])
     @pytest.mark.parametrize("index", range(3))
     def test_a_call_that_moves_nothing_fails(
-        self, build: Build, file: File, op: Op, index: int
+        self, build: EngineBuilder, file: File, op: Op, index: int
     ) -> None:
         """Zero bytes do not count as success, and are not requested for ever."""
         self._fill(build, file, 3)
@@ -430,12 +436,14 @@ class EngineTests:
         with pytest.raises(ShortTransferError):
             move(engine, op, file, 0, aligned(3 * PIECE_BYTES)).wait(PATIENCE_S)
 
-    def test_always_short_still_arrives(self, build: Build, file: File) -> None:
+    def test_always_short_still_arrives(self, build: EngineBuilder, file: File) -> None:
         """A transfer succeeds if each call moves something, however little."""
         engine = build(syscalls=FaultySyscalls(every=Short(file.granule_bytes + 1000)))
         roundtrip(engine, file, 0, 3 * PIECE_BYTES)
 
-    def test_an_unforeseen_exception_reaches_the_waiter(self, build: Build, file: File) -> None:
+    def test_an_unforeseen_exception_reaches_the_waiter(
+        self, build: EngineBuilder, file: File
+    ) -> None:
         """No request is lost with its worker, and no worker with its request."""
         crash = RuntimeError("no system call raises this")
         engine = build(threads=1, syscalls=FaultySyscalls({1: Crash(crash)}))
@@ -443,7 +451,9 @@ class EngineTests:
             move(engine, "write", file, 0, aligned(3 * PIECE_BYTES)).wait(PATIENCE_S)
         roundtrip(engine, file, 0, 3 * PIECE_BYTES)
 
-    def test_a_failure_settles_when_no_piece_is_running(self, build: Build, file: File) -> None:
+    def test_a_failure_settles_when_no_piece_is_running(
+        self, build: EngineBuilder, file: File
+    ) -> None:
         """Memory is not touched after the transfer settles; pieces after a failure never begin.
 
         The first failure is reported.
@@ -464,7 +474,9 @@ class EngineTests:
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def test_close_finishes_what_began_and_cancels_the_rest(self, build: Build, file: File) -> None:
+    def test_close_finishes_what_began_and_cancels_the_rest(
+        self, build: EngineBuilder, file: File
+    ) -> None:
         """Closing is idempotent; afterwards nothing can be submitted."""
         gate = GatedSyscalls()
         engine = build(threads=1, syscalls=gate)
@@ -483,7 +495,7 @@ class EngineTests:
         with pytest.raises(ClosedError):
             move(engine, "read", file, 0, aligned(PIECE_BYTES))
 
-    def test_close_without_any_transfer(self, build: Build, file: File) -> None:
+    def test_close_without_any_transfer(self, build: EngineBuilder, file: File) -> None:
         """Closing works before any transfer has started; afterwards nothing can be submitted."""
         engine = build()
         engine.close()
@@ -504,7 +516,7 @@ class EngineTests:
         assert threading.active_count() <= before
 
     def test_no_thread_to_be_had_loses_no_request(
-        self, build: Build, file: File, monkeypatch: pytest.MonkeyPatch
+        self, build: EngineBuilder, file: File, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The request fails if no thread can be started, and the next one is served."""
         engine = build()
@@ -515,7 +527,7 @@ class EngineTests:
         move(engine, "write", file, 0, aligned(PIECE_BYTES)).wait(PATIENCE_S)
 
     def test_once_started_it_needs_no_other_thread(
-        self, build: Build, file: File, monkeypatch: pytest.MonkeyPatch
+        self, build: EngineBuilder, file: File, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A started engine works when no thread can be started any more, as at the end of a program."""
         engine = build()
@@ -526,7 +538,7 @@ class EngineTests:
         with _no_threads(monkeypatch):
             roundtrip(engine, file, 0, 5 * PIECE_BYTES)
 
-    def test_close_from_a_callback(self, build: Build, file: File) -> None:
+    def test_close_from_a_callback(self, build: EngineBuilder, file: File) -> None:
         """A worker does not wait for itself."""
         engine = build()
         transfer = move(engine, "write", file, 0, aligned(PIECE_BYTES))
@@ -534,7 +546,7 @@ class EngineTests:
         transfer.wait(PATIENCE_S)
         engine.close()
 
-    def test_a_forked_child_is_refused(self, build: Build, file: File) -> None:
+    def test_a_forked_child_is_refused(self, build: EngineBuilder, file: File) -> None:
         """A child cannot submit, cancel and close return there, and nothing hangs (TRAPS rule 24)."""
         gate = GatedSyscalls()
         engine = build(threads=1, syscalls=gate)
@@ -558,7 +570,7 @@ class EngineTests:
         for mine in (transfer, waiting):
             assert mine.wait(PATIENCE_S) == len(buffer)
 
-    def test_an_idle_engine_costs_nothing(self, build: Build, file: File) -> None:
+    def test_an_idle_engine_costs_nothing(self, build: EngineBuilder, file: File) -> None:
         """Idle workers block and do not poll."""
         engine = build(threads=4)
         roundtrip(engine, file, 0, 8 * PIECE_BYTES)
@@ -570,7 +582,7 @@ class EngineTests:
 
         assert any(spent_ns() < 2_000_000 for _ in range(10))
 
-    def _fill(self, build: Build, file: File, pieces: int) -> Bytes:
+    def _fill(self, build: EngineBuilder, file: File, pieces: int) -> Bytes:
         content = aligned(pieces * PIECE_BYTES, seed=7)
         move(build(), "write", file, 0, content).wait(PATIENCE_S)
         return content

@@ -65,7 +65,7 @@ class Access:
 
 
 @dataclass(slots=True)
-class Block:
+class MemoryBlock:
     """Allocated memory."""
 
     stream: Actor | None
@@ -93,20 +93,20 @@ class _Blocks:
 
     def __init__(self) -> None:
         self._starts: list[int] = []
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, MemoryBlock] = {}
 
-    def add(self, start: int, block: Block) -> None:
+    def add(self, start: int, block: MemoryBlock) -> None:
         if start not in self._blocks:
             insort(self._starts, start)
         self._blocks[start] = block
 
-    def remove(self, start: int) -> Block | None:
+    def remove(self, start: int) -> MemoryBlock | None:
         block = self._blocks.pop(start, None)
         if block is not None:
             self._starts.remove(start)
         return block
 
-    def at(self, address: int) -> Block | None:
+    def at(self, address: int) -> MemoryBlock | None:
         """Return the block that contains an address; None if it was allocated before checking began."""
         index = bisect_right(self._starts, address) - 1
         if index < 0:
@@ -116,7 +116,7 @@ class _Blocks:
         return block if block.nbytes is None or address < start + block.nbytes else None
 
 
-class Order:
+class AccessOrder:
     """Clocks of all actors, and complaints. Thread-safe."""
 
     def __init__(self, recorded_at_free: Callable[[int], set[int]] | None = None) -> None:
@@ -239,7 +239,7 @@ class Order:
                 True,
                 f"whatever had it on {_name(stream)}",
             )
-            self._device.add(start, Block(stream, accesses=[before]))
+            self._device.add(start, MemoryBlock(stream, accesses=[before]))
 
     def kept(self, start: int, stream: Actor) -> None:
         """Record that a block, when freed, is not reused before the work of a stream has ended."""
@@ -275,7 +275,7 @@ class Order:
     def host_allocated(self, start: int, nbytes: int) -> None:
         """Record an allocation of host memory for copies; other host memory is not checked."""
         with self._lock:
-            self._host.add(start, Block(None, nbytes))
+            self._host.add(start, MemoryBlock(None, nbytes))
 
     def host_freed(self, start: int) -> None:
         """Record that the calling thread frees host memory, for which it must know of no more use."""
@@ -382,14 +382,14 @@ def _join(clock: Clock, other: Clock | None) -> None:
 
 # -- torch's callbacks --------------------------------------------------------------------------------
 
-_watching: list[Order] = []
+_watching: list[AccessOrder] = []
 """Active checker, if there is one: callbacks cannot be unregistered."""
 _registered = False
 _until_exit: Final = ExitStack()
 """Contexts that stay open until the process ends."""
 
 
-def watch(order: Order | None) -> None:
+def watch(order: AccessOrder | None) -> None:
     """Report events, waits, allocations and frees of the process to ``order``; ``None`` stops that.
 
     Torch's callbacks stay registered until the process ends, and cost some microseconds each.

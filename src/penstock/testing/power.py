@@ -1,6 +1,6 @@
 """Simulated loss of power: the possible states of the files below a directory.
 
-1. ``Disk(directory)``; the code under test runs in ``with recording(disk):``. It is executed, and each
+1. ``PowerLossDisk(directory)``; the code under test runs in ``with recording(disk):``. It is executed, and each
    change is recorded, with the moments at which its system call began and ended.
 2. ``disk.volatile(at)`` returns the changes that are not durable at a moment.
 3. ``disk.lose_power(at, into, fates)`` writes the remaining state to another directory;
@@ -100,7 +100,7 @@ class Sync:
     failed: bool
 
 
-class Disk:
+class PowerLossDisk:
     """Content of a directory with the history of its changes. Thread-safe.
 
     Only changes by the calls in :mod:`penstock.testing.power_calls` are seen; see ``missed``.
@@ -134,7 +134,7 @@ class Disk:
         *,
         order: Random | None = None,
         sector_bytes: int = 512,
-    ) -> Disk:
+    ) -> PowerLossDisk:
         """Write the state after a loss of power.
 
         Args:
@@ -155,9 +155,9 @@ class Disk:
             order.shuffle(left)
             left.sort(key=lambda change: change.ended if change.what == "names" else 0)
         self._make(self._contents_after([*settled, *left]), into)
-        return Disk(into)
+        return PowerLossDisk(into)
 
-    def kill(self, at: int, into: str | os.PathLike[str]) -> Disk:
+    def kill(self, at: int, into: str | os.PathLike[str]) -> PowerLossDisk:
         """Write the state after the process has died, which does not make its changes safe.
 
         A running call is completed.
@@ -165,7 +165,7 @@ class Disk:
         changes = [
             replace(each, ended=min(each.ended, at)) for each in self._changes if each.begun <= at
         ]
-        made = Disk.__new__(Disk)
+        made = PowerLossDisk.__new__(PowerLossDisk)
         made.now, made.root, made._lock, made._held = at, Path(into), Lock(), []
         made._contents, made._changes = dict(self._contents), changes
         made._syncs = [each for each in self._syncs if each.ended <= at]

@@ -1,4 +1,4 @@
-"""Wrappers of the system calls whose changes :class:`penstock.testing.power.Disk` records."""
+"""Wrappers of the system calls whose changes :class:`penstock.testing.power.PowerLossDisk` records."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import Any, Final
 
 from penstock.checkpoint import disk as checkpoint_disk
-from penstock.testing.power import Disk
+from penstock.testing.power import PowerLossDisk
 
 _Call = Callable[..., Any]
-_Wrap = Callable[[Disk, _Call], _Call]
+_Wrap = Callable[[PowerLossDisk, _Call], _Call]
 
 
 def _full(path: Any, dir_fd: int | None) -> str:
@@ -21,7 +21,7 @@ def _full(path: Any, dir_fd: int | None) -> str:
     return os.path.join(start, os.fsdecode(path))
 
 
-def _parent(disk: Disk, path: str) -> int | None:
+def _parent(disk: PowerLossDisk, path: str) -> int | None:
     """Return the number of the parent directory of a path."""
     directory = os.path.dirname(path)
     return disk.node_of(directory) if os.path.isdir(directory) else None
@@ -30,7 +30,7 @@ def _parent(disk: Disk, path: str) -> int | None:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def _open(disk: Disk, call: _Call) -> _Call:
+def _open(disk: PowerLossDisk, call: _Call) -> _Call:
     def noted(path: Any, flags: int, *args: Any, dir_fd: int | None = None, **more: Any) -> Any:
         begun = disk.now
         descriptor = call(path, flags, *args, dir_fd=dir_fd, **more)
@@ -49,7 +49,7 @@ def _open(disk: Disk, call: _Call) -> _Call:
     return noted
 
 
-def _write_at(disk: Disk, call: _Call) -> _Call:
+def _write_at(disk: PowerLossDisk, call: _Call) -> _Call:
     def noted(descriptor: int, data: Any, offset: int) -> Any:
         node = disk.node_of(descriptor)
         if node is None:
@@ -64,7 +64,7 @@ def _write_at(disk: Disk, call: _Call) -> _Call:
     return noted
 
 
-def _write(disk: Disk, call: _Call) -> _Call:
+def _write(disk: PowerLossDisk, call: _Call) -> _Call:
     def noted(descriptor: int, data: Any) -> Any:
         node = disk.node_of(descriptor)
         if node is None:
@@ -78,7 +78,7 @@ def _write(disk: Disk, call: _Call) -> _Call:
 
 
 def _resize(what: str) -> _Wrap:
-    def wrap(disk: Disk, call: _Call) -> _Call:
+    def wrap(disk: PowerLossDisk, call: _Call) -> _Call:
         def noted(descriptor: int, *args: int) -> Any:
             node, begun = disk.node_of(descriptor), disk.now
             call(descriptor, *args)
@@ -90,7 +90,7 @@ def _resize(what: str) -> _Wrap:
     return wrap
 
 
-def _sync(disk: Disk, call: _Call) -> _Call:
+def _sync(disk: PowerLossDisk, call: _Call) -> _Call:
     def noted(descriptor: int) -> Any:
         node, begun = disk.node_of(descriptor), disk.now
         failed = True
@@ -107,7 +107,7 @@ def _sync(disk: Disk, call: _Call) -> _Call:
 # -- names ----------------------------------------------------------------------------------------
 
 
-def _make_directory(disk: Disk, call: _Call) -> _Call:
+def _make_directory(disk: PowerLossDisk, call: _Call) -> _Call:
     def noted(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         begun, where = disk.now, _full(path, dir_fd)
         parent = _parent(disk, where)
@@ -118,7 +118,7 @@ def _make_directory(disk: Disk, call: _Call) -> _Call:
     return noted
 
 
-def _remove(disk: Disk, call: _Call) -> _Call:
+def _remove(disk: PowerLossDisk, call: _Call) -> _Call:
     def noted(path: Any, *, dir_fd: int | None = None) -> None:
         begun, where = disk.now, _full(path, dir_fd)
         parent = _parent(disk, where)
@@ -131,7 +131,7 @@ def _remove(disk: Disk, call: _Call) -> _Call:
     return noted
 
 
-def _link(disk: Disk, call: _Call) -> _Call:
+def _link(disk: PowerLossDisk, call: _Call) -> _Call:
     def noted(
         source: Any,
         target: Any,
@@ -157,7 +157,7 @@ def _link(disk: Disk, call: _Call) -> _Call:
     return noted
 
 
-def _rename(disk: Disk, call: _Call) -> _Call:
+def _rename(disk: PowerLossDisk, call: _Call) -> _Call:
     def noted(
         source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
     ) -> None:
@@ -173,7 +173,7 @@ def _rename(disk: Disk, call: _Call) -> _Call:
     return noted
 
 
-def _rename_in(disk: Disk, call: _Call) -> _Call:
+def _rename_in(disk: PowerLossDisk, call: _Call) -> _Call:
     def noted(descriptor: int, name: str, to: str, flag: int) -> Any:
         begun, parent = disk.now, disk.node_of(descriptor)
         if parent is None:
@@ -209,7 +209,7 @@ CALLS: Final[dict[tuple[ModuleType, str], _Wrap]] = {
 
 
 @contextmanager
-def recording(disk: Disk) -> Iterator[None]:
+def recording(disk: PowerLossDisk) -> Iterator[None]:
     """Record changes by any thread inside the block; for one disk at a time."""
     before = {place: getattr(*place) for place in CALLS}
     for place, wrap in CALLS.items():

@@ -48,7 +48,7 @@ from penstock.tier.base import Ticket, Tier
 from penstock.tier.wrappers import FaultyTier
 
 
-class Owner:
+class TrackedOwner:
     """Object for ``keep_alive`` whose deletion can be observed."""
 
 
@@ -158,16 +158,16 @@ class TierTests:
         source, target = aligned(nbytes, seed=5), aligned(nbytes + 4096)
         seen: list[object] = []
 
-        def watch(transfer: Transfer, death: weakref.ref[Owner]) -> None:
+        def watch(transfer: Transfer, death: weakref.ref[TrackedOwner]) -> None:
             transfer.add_done_callback(lambda _: seen.append(death()))
             transfer.wait(PATIENCE_S)
 
-        owner = Owner()
+        owner = TrackedOwner()
         ticket = tier.write(source.ctypes.data, nbytes, keep_alive=owner, label="x")
         death = weakref.ref(owner)
         del owner
         watch(ticket.written, death)
-        owner = Owner()
+        owner = TrackedOwner()
         transfer = tier.read(ticket, target.ctypes.data, keep_alive=owner)
         death = weakref.ref(owner)
         del owner

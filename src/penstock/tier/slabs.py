@@ -22,17 +22,17 @@ Extent: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SlabPiece:
     """A contiguous range of one slab file."""
 
     file: DirectFile
     offset_bytes: int
     nbytes: int
 
-    def cut(self, nbytes: int) -> tuple[Piece, Piece]:
+    def cut(self, nbytes: int) -> tuple[SlabPiece, SlabPiece]:
         """Its first ``nbytes``, and the rest of it."""
-        rest = Piece(self.file, self.offset_bytes + nbytes, self.nbytes - nbytes)
-        return Piece(self.file, self.offset_bytes, nbytes), rest
+        rest = SlabPiece(self.file, self.offset_bytes + nbytes, self.nbytes - nbytes)
+        return SlabPiece(self.file, self.offset_bytes, nbytes), rest
 
     def __str__(self) -> str:
         return f"{self.nbytes} bytes at offset {self.offset_bytes} of a file in {self.file.path!r}"
@@ -139,14 +139,14 @@ class SlabDirectory:
         """Take an extent back."""
         self.space.free(*extent)
 
-    def pieces(self, extents: Iterable[Extent]) -> Iterator[Piece]:
+    def pieces(self, extents: Iterable[Extent]) -> Iterator[SlabPiece]:
         """Locate extents in files; they are cut where they pass from one slab to the next."""
         for start, nbytes in extents:
             offset, end = start, start + nbytes
             while offset < end:
                 index, inside = divmod(offset, self.slab_bytes)
                 length = min(end - offset, self.slab_bytes - inside)
-                yield Piece(self._files[index], inside, length)
+                yield SlabPiece(self._files[index], inside, length)
                 offset += length
 
     def close(self) -> None:

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from penstock.core.errors import ClosedError, NoSpaceError, TransferError, free_space_bytes
 from penstock.core.locks import Lock
 from penstock.core.units import format_bytes, round_up
-from penstock.tier.slabs import UNIT_BYTES, Extent, Piece, SlabDirectory
+from penstock.tier.slabs import UNIT_BYTES, Extent, SlabDirectory, SlabPiece
 
 
 @dataclass(frozen=True, slots=True)
 class FlashPlace:
     """Place of one ticket's bytes."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SlabPiece, ...]
     """In the order of memory; the last may be longer than the data."""
     extents: tuple[tuple[SlabDirectory, Extent], ...]
     """Extents to return."""
@@ -131,7 +131,7 @@ class StripedSpace:
 
     def _take(self, shares: list[tuple[int, int]], totals: list[int]) -> FlashPlace:
         extents: list[tuple[SlabDirectory, Extent]] = []
-        pieces: list[Iterator[Piece]] = []
+        pieces: list[Iterator[SlabPiece]] = []
         for directory, total in zip(self._directories, totals, strict=True):
             mine = directory.take(total)
             extents += [(directory, extent) for extent in mine]
@@ -194,10 +194,10 @@ def spread(
 
 
 def _in_memory_order(
-    shares: list[tuple[int, int]], pieces: Sequence[Iterator[Piece]]
-) -> Iterator[Piece]:
+    shares: list[tuple[int, int]], pieces: Sequence[Iterator[SlabPiece]]
+) -> Iterator[SlabPiece]:
     """Deal out each directory's pieces to its shares, cutting those that serve several."""
-    rests: dict[int, Piece] = {}
+    rests: dict[int, SlabPiece] = {}
     for index, share in shares:
         left = share
         while left:

@@ -15,7 +15,7 @@ from penstock.tier.wrappers import WrapperTier
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class ChannelTurn:
     """One transfer's use of a channel."""
 
     inner: Transfer
@@ -32,7 +32,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Channel:
+class ThrottledChannel:
     """The wire to an emulated device: one turn at a time, the best priority first, then the oldest.
 
     Knows no thread and no clock: the caller says what time it is. Not thread-safe.
@@ -41,13 +41,13 @@ class Channel:
     latency_ns: int = 0
     """From the end of a turn to the end of the transfer; turns of others go on meanwhile."""
     _free_ns: int = 0
-    _queue: list[tuple[int, int, Turn]] = field(default_factory=list)
+    _queue: list[tuple[int, int, ChannelTurn]] = field(default_factory=list)
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: ChannelTurn) -> None:
         """Queue a turn, or queue it again after its priority has been raised."""
         heapq.heappush(self._queue, (turn.priority, turn.order, turn))
 
-    def begin(self, now_ns: int) -> list[tuple[int, Turn]]:
+    def begin(self, now_ns: int) -> list[tuple[int, ChannelTurn]]:
         """Begin every turn whose time has come by ``now_ns``; say when its transfer ends (ns)."""
         begun = []
         while (turn := self._head()) is not None and self._free_ns <= now_ns:
@@ -62,7 +62,7 @@ class Channel:
         """When ``begin`` has something to do next; ``None`` while nothing waits."""
         return None if self._head() is None else self._free_ns
 
-    def _head(self) -> Turn | None:
+    def _head(self) -> ChannelTurn | None:
         while self._queue:
             turn = self._queue[0][2]
             if turn.waiting:
@@ -112,14 +112,14 @@ class ThrottledTier(WrapperTier):
             )
         self._bytes_per_s = {"write": write_bytes_per_s, "read": read_bytes_per_s}
         latency_ns = round(latency_s * 1e9)
-        writes = Channel(latency_ns=latency_ns)
+        writes = ThrottledChannel(latency_ns=latency_ns)
         self._channels = {
             "write": writes,
-            "read": writes if shared else Channel(latency_ns=latency_ns),
+            "read": writes if shared else ThrottledChannel(latency_ns=latency_ns),
         }
         self._clock = RealClock() if clock is None else clock
         self._changed = condition()
-        self._ends: list[tuple[int, int, Turn]] = []
+        self._ends: list[tuple[int, int, ChannelTurn]] = []
         self._turns = 0
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -151,7 +151,7 @@ class ThrottledTier(WrapperTier):
         busy_ns = inner.nbytes * 10**9 // self._bytes_per_s[op]
         with self._changed:
             self._turns += 1
-            turn = Turn(inner, busy_ns, priority, self._turns, self._clock.now_ns())
+            turn = ChannelTurn(inner, busy_ns, priority, self._turns, self._clock.now_ns())
             turn.outer = Transfer(
                 inner.nbytes,
                 cancel=lambda _: self._withdraw(turn),
@@ -166,14 +166,14 @@ class ThrottledTier(WrapperTier):
             self._changed.notify()
         return turn.outer
 
-    def _withdraw(self, turn: Turn) -> bool:
+    def _withdraw(self, turn: ChannelTurn) -> bool:
         with self._changed:
             if not turn.waiting or not (turn.inner.cancel() or turn.inner.done):
                 return False
             turn.waiting = False
             return True
 
-    def _raise(self, turn: Turn, channel: Channel, priority: Priority) -> None:
+    def _raise(self, turn: ChannelTurn, channel: ThrottledChannel, priority: Priority) -> None:
         turn.inner.promote(priority)
         with self._changed:
             if turn.waiting and priority < turn.priority:
@@ -192,7 +192,7 @@ class ThrottledTier(WrapperTier):
             while ended:
                 _settle_with_inner(ended.pop(0))
 
-    def _advance(self) -> list[Turn]:
+    def _advance(self) -> list[ChannelTurn]:
         """Begin the turns whose time has come; take out those whose transfer ends by now."""
         now_ns = self._clock.now_ns()
         for channel in self._channels.values():
@@ -210,6 +210,6 @@ class ThrottledTier(WrapperTier):
         return max(0, min(known) - self._clock.now_ns()) / 1e9 if known else None
 
 
-def _settle_with_inner(turn: Turn) -> None:
+def _settle_with_inner(turn: ChannelTurn) -> None:
     outer = turn.outer
     turn.inner.add_done_callback(lambda done: outer.settle(done.error))

@@ -13,7 +13,7 @@ from penstock import ConfigError, NoSpaceError
 from penstock.lab import zoo
 from penstock.lab.characterize import Settings, merge, plot, table
 from penstock.lab.characterize.claims import claims
-from penstock.lab.characterize.energy import Meter
+from penstock.lab.characterize.energy import EnergyMeter
 from penstock.lab.characterize.experiment import document
 from penstock.lab.characterize.networks import NETWORKS
 from penstock.lab.characterize.scratch import PREFIX, check_free_space, scratch
@@ -133,13 +133,13 @@ def test_results_of_one_network_each_are_put_together():
 
 
 def test_energy_is_what_counters_say_across_a_wrap_around_or_unreported(tmp_path):
-    assert Meter(tmp_path).joules() is None
-    assert "unreported" in Meter(tmp_path).source
+    assert EnergyMeter(tmp_path).joules() is None
+    assert "unreported" in EnergyMeter(tmp_path).source
     for name, value in (("intel-rapl:0", 9_000_000), ("intel-rapl:0:0", 5), ("intel-rapl:1", 100)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "energy_uj").write_text(f"{value}\n")
         (tmp_path / name / "max_energy_range_uj").write_text("10000000\n")
-    meter = Meter(tmp_path)
+    meter = EnergyMeter(tmp_path)
     assert meter.source == "RAPL, 2 packages"
     (tmp_path / "intel-rapl:0" / "energy_uj").write_text("1000000\n")  # 1 J to its end, 1 J more
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("500100\n")

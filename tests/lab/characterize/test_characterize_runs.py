@@ -21,7 +21,7 @@ from penstock.lab.characterize import Settings, characterize, saving
 from penstock.lab.characterize.halves import loss_from_logits, split, tied_weight
 from penstock.lab.characterize.networks import NETWORKS
 from penstock.lab.characterize.teams import spawn
-from penstock.lab.characterize.training import Training
+from penstock.lab.characterize.training import RankTraining
 
 SMALL = {"scale": 0.05, "epochs": 1, "steps": 1, "seconds": 0.05}
 FACTS = {"scale": 0.05, "parallel": "none", "world": 1, "device": "cpu", "threads": 1}
@@ -94,7 +94,7 @@ def test_a_run_from_the_command_line_leaves_its_results_and_nothing_else(disk_pa
 @pytest.mark.parametrize("part", ["model", "optimizer", None])
 @pytest.mark.parametrize("way", ["torch_save", "sync"])
 def test_a_restore_that_leaves_a_part_out_is_noticed(part, way, disk_path, monkeypatch):
-    training = Training("resnet18", scale=0.05, parallel="none", device=torch.device("cpu"))
+    training = RankTraining("resnet18", scale=0.05, parallel="none", device=torch.device("cpu"))
     wanted = training.fingerprint()
     saving.save(training, way, disk_path / "way", steps=0, step_s=1.0)
     if part is not None:

@@ -15,8 +15,8 @@ from penstock.lab.ssd.element import (
     to_bfloat16,
     to_fp32,
 )
-from penstock.lab.ssd.flips import Check, Flips
-from penstock.lab.ssd.optimizers import OPTIMIZERS, Pass
+from penstock.lab.ssd.flips import BitFlips, DieCheck
+from penstock.lab.ssd.optimizers import OPTIMIZERS, PagePass
 
 COUNT = 1000
 
@@ -78,7 +78,10 @@ def test_a_variance_of_the_wrong_sign_makes_no_nan_but_a_word_that_stays(x):
 
 def test_the_element_multiplies_as_often_as_the_model_of_energy_counts():
     # two Newton steps of three products and a difference; the half is one less in the exponent
-    assert (Pass.INVERSE_ROOT.multiplications, Pass.INVERSE_ROOT.additions) == (2 * 3, 2 * 1)
+    assert (PagePass.INVERSE_ROOT.multiplications, PagePass.INVERSE_ROOT.additions) == (
+        2 * 3,
+        2 * 1,
+    )
     for (
         name
     ) in TORCH:  # and with the passes that the model of time counts: the element checks itself
@@ -130,7 +133,7 @@ def test_a_short_variance_stands_still_unless_it_is_rounded_at_random():
 
 
 def test_wrong_bits_meet_a_copy_and_a_check_mends_what_is_no_number():
-    flips, look = Flips(0.01), Flips(0.0, check=Check.NAN)
+    flips, look = BitFlips(0.01), BitFlips(0.0, check=DieCheck.NAN)
     element = Element(
         read=lambda page: flips(page.ctypes.data, page.nbytes),
         check=lambda read: look(read.ctypes.data, read.nbytes),

@@ -11,7 +11,7 @@ from penstock.lab.ssd.aging import fill, overwrite
 from penstock.lab.ssd.drive import Drive
 from penstock.lab.ssd.ftl import Ftl
 from penstock.lab.ssd.measure import Latencies
-from penstock.lab.ssd.requests import Request, Workload
+from penstock.lab.ssd.requests import HostRequest, Workload
 from penstock.lab.ssd.wear import write_amplification
 
 PAGE = 8192
@@ -36,19 +36,19 @@ BUS_PS = PAGE * 3_000
 
 
 def test_the_latency_of_one_read():
-    one = serve(device(), Request(True, 0, PAGE))
+    one = serve(device(), HostRequest(True, 0, PAGE))
     assert one.latency.least_ps == ENTRY_PS + 290_000 + 75_020_000 + BUS_PS + DATA_PS + DONE_PS
 
 
 def test_the_latency_of_one_write():
-    one = serve(device(), Request(False, 0, PAGE))
+    one = serve(device(), HostRequest(False, 0, PAGE))
     expected = ENTRY_PS + 8_000 + DATA_PS + 361_000 + BUS_PS + 750_000_000 + DONE_PS
     assert one.latency.least_ps == expected
 
 
 def test_a_read_of_two_planes_is_one_command_and_two_transfers():
     made = device(ftl__allocation="PCWD")
-    one = serve(made, Request(True, 0, 2 * PAGE))
+    one = serve(made, HostRequest(True, 0, 2 * PAGE))
     command = 290_000 + 650_000 + 75_020_000
     assert one.latency.least_ps == ENTRY_PS + command + 2 * BUS_PS + 2 * DATA_PS + DONE_PS
     assert one.flash_reads == 2
@@ -56,7 +56,7 @@ def test_a_read_of_two_planes_is_one_command_and_two_transfers():
 
 def test_without_multi_plane_they_are_one_after_the_other():
     made = device(ftl__allocation="PCWD", channel__multi_plane=False)
-    one = serve(made, Request(True, 0, 2 * PAGE))
+    one = serve(made, HostRequest(True, 0, 2 * PAGE))
     each = 290_000 + 75_020_000 + BUS_PS
     assert one.latency.least_ps == ENTRY_PS + 2 * each + 2 * DATA_PS + DONE_PS
 
@@ -64,28 +64,28 @@ def test_without_multi_plane_they_are_one_after_the_other():
 def test_dies_of_a_chip_work_together_only_where_they_can():
     for parallel, reads_in_a_row in ((False, 2), (True, 1)):
         made = device(ftl__allocation="DCWP", channel__dies_in_parallel=parallel)
-        one = serve(made, Request(True, 0, 2 * PAGE))
+        one = serve(made, HostRequest(True, 0, 2 * PAGE))
         senses = one.latency.least_ps // 75_000_000
         assert senses == reads_in_a_row
 
 
 def test_of_a_page_written_in_part_a_map_of_sectors_saves_what_it_can():
     made = device(ftl__sector_map=True)
-    whole = serve(made, Request(False, 0, PAGE), Request(False, 512, 512))
+    whole = serve(made, HostRequest(False, 0, PAGE), HostRequest(False, 512, 512))
     assert (whole.flash_reads, whole.channel_bytes) == (1, PAGE + (PAGE - 512) + 512)
     # only what was written before is read, and nothing that is overwritten
-    beside = serve(made, Request(False, 0, 1024), Request(False, 2048, 512))
+    beside = serve(made, HostRequest(False, 0, 1024), HostRequest(False, 2048, 512))
     assert (beside.flash_reads, beside.channel_bytes) == (1, 1024 + 1024 + 512)
-    again = serve(made, Request(False, 512, 512), Request(False, 0, 2048))
+    again = serve(made, HostRequest(False, 512, 512), HostRequest(False, 0, 2048))
     assert (again.flash_reads, again.channel_bytes) == (0, 512 + 2048)
 
 
 def test_a_page_written_in_part_is_read_first():
     made = device(ftl__sector_map=False)
-    one = serve(made, Request(False, 0, PAGE), Request(False, 512, 512))
+    one = serve(made, HostRequest(False, 0, PAGE), HostRequest(False, 512, 512))
     assert (one.flash_reads, one.flash_programs) == (1, 2)
     assert one.channel_bytes == PAGE + (PAGE - 512) + PAGE
-    fresh = serve(made, Request(False, 512, 512))
+    fresh = serve(made, HostRequest(False, 512, 512))
     assert (fresh.flash_reads, fresh.channel_bytes) == (0, 512)
 
 
@@ -93,7 +93,7 @@ def test_page_types_and_one_shot_programs():
     made = device("consumer-tlc", channel__multi_plane=False, ftl__allocation="CWDP")
     planes = made.geometry.planes
     page = made.geometry.page_bytes
-    writes = [Request(False, i * planes * page, page) for i in range(3)]
+    writes = [HostRequest(False, i * planes * page, page) for i in range(3)]
     one = serve(made, *writes)
     took = one.latency.most_ps - one.latency.least_ps
     # the third of a word line programs all; a doorbell may be before it on the link
@@ -211,7 +211,7 @@ def test_what_is_skipped_is_not_measured():
 
 def test_requests_with_a_time_wait_for_it():
     apart = 10**9
-    one = serve(device(), *(Request(True, 0, PAGE, i * apart) for i in range(5)))
+    one = serve(device(), *(HostRequest(True, 0, PAGE, i * apart) for i in range(5)))
     assert one.latency.least_ps == one.latency.most_ps
     assert one.time_ps == 4 * apart + one.latency.most_ps
 
@@ -237,7 +237,7 @@ def test_a_read_does_not_wait_for_a_program_that_may_be_suspended():
     took = {}
     for suspend in (0, 5_000):
         made = device(**one_chip, cell__program_suspend_ns=suspend)
-        requests = [Request(False, 0, PAGE, 0), Request(True, 4 * PAGE, PAGE, 200_000_000)]
+        requests = [HostRequest(False, 0, PAGE, 0), HostRequest(True, 4 * PAGE, PAGE, 200_000_000)]
         took[suspend] = serve(made, *requests, queue_depth=1)
     waited, quick = took[0].read_latency.most_ps, took[5_000].read_latency.most_ps
     write_before, write_after = (took[each].write_latency.most_ps for each in (0, 5_000))
@@ -252,13 +252,15 @@ def test_what_is_nearly_done_is_not_suspended_and_nothing_twice():
     made = device(
         geometry__channels=1, geometry__chips_per_channel=1, cell__program_suspend_ns=5_000
     )
-    reads = [Request(True, (4 + i) * PAGE, PAGE, 200_000_000 + i) for i in range(3)]
-    one = serve(made, Request(False, 0, PAGE, 0), *reads)
+    reads = [HostRequest(True, (4 + i) * PAGE, PAGE, 200_000_000 + i) for i in range(3)]
+    one = serve(made, HostRequest(False, 0, PAGE, 0), *reads)
     # one read goes before, the others wait for the end
     assert one.read_latency.least_ps < 200_000_000 < one.read_latency.most_ps
-    late = serve(made, Request(False, 0, PAGE, 0), Request(True, 8 * PAGE, PAGE, 775_000_000))
+    late = serve(
+        made, HostRequest(False, 0, PAGE, 0), HostRequest(True, 8 * PAGE, PAGE, 775_000_000)
+    )
     plain = serve(
-        device(geometry__channels=1, geometry__chips_per_channel=1), Request(False, 0, PAGE, 0)
+        device(geometry__channels=1, geometry__chips_per_channel=1), HostRequest(False, 0, PAGE, 0)
     )
     assert late.write_latency.most_ps == plain.write_latency.most_ps
 
@@ -447,4 +449,4 @@ def test_settings_that_leave_no_room_are_refused():
 
 def test_a_request_beyond_the_end_is_refused():
     with pytest.raises(ConfigError, match="ends beyond the"):
-        serve(tiny(), Request(True, 1 << 40, PAGE))
+        serve(tiny(), HostRequest(True, 1 << 40, PAGE))

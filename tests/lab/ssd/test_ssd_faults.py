@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from penstock.io.spoiled import SpoiledEngine
+from penstock.io.spoiled import CorruptingEngine
 from penstock.lab.ssd import Placement, Update, load, step
 from penstock.lab.ssd.cells import CellMode
 from penstock.lab.ssd.energy import Boundary
 from penstock.lab.ssd.faults import LIGHT, NO_CODE, RAW, Bch, Ldpc, aged, raw_rate
-from penstock.lab.ssd.flips import Check, Flips
+from penstock.lab.ssd.flips import BitFlips, DieCheck
 from penstock.optim import FlashAdamW
 
 TLC = load("consumer-tlc")
@@ -49,7 +49,7 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(ConfigError, match="hours is -1"):
         RAW[CellMode.TLC].rate(cycles=1, hours=-1)
     with pytest.raises(ConfigError, match=r"a rate of errors is 0\.7"):
-        Flips(0.7)
+        BitFlips(0.7)
 
 
 # -- codes --------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def spoiled(flips, words):
 
 
 def test_bits_are_flipped_at_their_rate():
-    flips = Flips(1e-3, seed=3)
+    flips = BitFlips(1e-3, seed=3)
     memory = np.zeros(1 << 17, np.uint8)
     flips(memory.ctypes.data, memory.nbytes)
     wrong = int(np.unpackbits(memory).sum())
@@ -119,7 +119,7 @@ def test_bits_are_flipped_at_their_rate():
 
 
 def test_the_same_seed_flips_the_same_bits():
-    once, again, other = (spoiled(Flips(1e-2, seed=s), np.ones(1000)) for s in (1, 1, 2))
+    once, again, other = (spoiled(BitFlips(1e-2, seed=s), np.ones(1000)) for s in (1, 1, 2))
     assert (once == again).all()
     assert not (once == other).all()
 
@@ -127,7 +127,7 @@ def test_the_same_seed_flips_the_same_bits():
 @given(st.integers(0, 3), st.integers(1, 4))
 def test_a_code_leaves_only_words_with_too_many(seed, corrects):
     code = Bch(data_bits=512, corrects=corrects)
-    flips = Flips(3e-3, code=code, seed=seed)
+    flips = BitFlips(3e-3, code=code, seed=seed)
     memory = np.zeros(512 // 8 * 2000, np.uint8)
     flips(memory.ctypes.data, memory.nbytes)
     each = np.unpackbits(memory).reshape(2000, 512).sum(axis=1)
@@ -141,10 +141,10 @@ def test_a_code_leaves_only_words_with_too_many(seed, corrects):
 def test_checks_by_hand():
     big = np.float32(2.0**100)
     words = [0.5, -1.5, np.nan, np.inf, -np.inf, big, 3.0]
-    nan = spoiled(Flips(0.0, check=Check.NAN), words)
+    nan = spoiled(BitFlips(0.0, check=DieCheck.NAN), words)
     assert nan[[0, 1, 5, 6]].tolist() == [0.5, -1.5, big, 3.0]
     assert np.abs(nan[2:5]).tolist() == [1.5, 1.0, 1.0]
-    below = spoiled(Flips(0.0, check=Check.BELOW_TWO), words)
+    below = spoiled(BitFlips(0.0, check=DieCheck.BELOW_TWO), words)
     assert below[:2].tolist() == [0.5, -1.5]
     assert (np.abs(below) < 2).all()
 
@@ -160,7 +160,7 @@ def trained(tmp_path, flips):
         allow_memory_filesystem=True,
     )  # fmt: skip
     if flips is not None:
-        optimizer.wrap_engine(lambda engine: SpoiledEngine(engine, flips))
+        optimizer.wrap_engine(lambda engine: CorruptingEngine(engine, flips))
     for _ in range(6):
         model(torch.randn(8, 512).bfloat16()).float().square().mean().backward()
         optimizer.step()
@@ -172,14 +172,14 @@ def trained(tmp_path, flips):
 def test_an_optimizer_goes_on_with_what_it_reads(tmp_path, monkeypatch):
     """No correction, no checksum: wrong masters and moments make other weights; none, the same."""
     monkeypatch.setenv("PENSTOCK_VERIFY", "off")
-    clean, none = trained(tmp_path, None), Flips(0.0)
+    clean, none = trained(tmp_path, None), BitFlips(0.0)
     assert torch.equal(trained(tmp_path, none), clean)
     if not none.bits:
         pytest.fail("no record was read: the states stayed in memory")
-    flips = Flips(1e-5, seed=2)
+    flips = BitFlips(1e-5, seed=2)
     assert not torch.equal(trained(tmp_path, flips), clean)
     assert flips.flipped > 0
-    corrected = Flips(1e-6, code=LIGHT, seed=2)
+    corrected = BitFlips(1e-6, code=LIGHT, seed=2)
     assert torch.equal(trained(tmp_path, corrected), clean)
     assert corrected.flipped == 0
 
@@ -189,4 +189,4 @@ def test_checksums_find_them_where_they_are_on(tmp_path, monkeypatch):
 
     monkeypatch.setenv("PENSTOCK_VERIFY", "full")
     with pytest.raises(ChecksumError):
-        trained(tmp_path, Flips(1e-4))
+        trained(tmp_path, BitFlips(1e-4))

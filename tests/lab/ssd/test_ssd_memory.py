@@ -9,7 +9,7 @@ from penstock.core.errors import ConfigError
 from penstock.lab.ssd import Placement, Update, load, step, with_field
 from penstock.lab.ssd.aging import fill
 from penstock.lab.ssd.drive import Drive
-from penstock.lab.ssd.requests import Request, Workload
+from penstock.lab.ssd.requests import HostRequest, Workload
 
 PAGE = 8192
 ENTRY_PS, DATA_PS, DONE_PS = 41_000, 64 * 156 * 250, 11_000
@@ -30,7 +30,7 @@ def serve(drive, *requests, queue_depth=1):
 
 
 def test_a_write_is_done_when_memory_has_it():
-    one = serve(Drive(cached(8)), Request(False, 0, PAGE))
+    one = serve(Drive(cached(8)), HostRequest(False, 0, PAGE))
     assert one.latency.least_ps == ENTRY_PS + 8_000 + DATA_PS + MEMORY_PS + DONE_PS
     assert one.flash_programs == 0
     assert one.cache_use.dirty_bytes == PAGE
@@ -38,20 +38,20 @@ def test_a_write_is_done_when_memory_has_it():
 
 def test_a_read_of_it_comes_from_memory_and_of_a_half_the_rest_from_flash():
     drive = Drive(cached(8))
-    one = serve(drive, Request(False, 0, PAGE), Request(True, 0, PAGE))
+    one = serve(drive, HostRequest(False, 0, PAGE), HostRequest(True, 0, PAGE))
     # behind the doorbell of the first's completion
     assert one.read_latency.least_ps == 8_000 + ENTRY_PS + MEMORY_PS + DATA_PS + DONE_PS
     assert (one.flash_reads, one.cache_use.read_hits) == (0, 1)
     half = Drive(cached(8))
     fill(half.ftl, 4)
-    one = serve(half, Request(False, 0, 4096), Request(True, 0, PAGE))
+    one = serve(half, HostRequest(False, 0, 4096), HostRequest(True, 0, PAGE))
     assert (one.flash_reads, one.cache_use.read_misses) == (1, 1)
     assert one.channel_bytes == 4096  # only what memory lacks
 
 
 def test_what_is_written_again_is_programmed_once():
     drive = Drive(cached(8))
-    one = serve(drive, *(Request(False, 0, PAGE) for _ in range(50)))
+    one = serve(drive, *(HostRequest(False, 0, PAGE) for _ in range(50)))
     assert (one.flash_programs, one.cache_use.write_hits) == (0, 49)
     assert drive.drain() > 750_000_000
     assert drive.flash.programs == 1
@@ -60,10 +60,10 @@ def test_what_is_written_again_is_programmed_once():
 def test_pages_are_written_back_oldest_first_from_one_mark_to_the_other():
     made = cached(10, cache__flush_from=0.6, cache__flush_to=0.3)
     drive = Drive(made)
-    one = serve(drive, *(Request(False, i * PAGE, PAGE) for i in range(6)))
+    one = serve(drive, *(HostRequest(False, i * PAGE, PAGE) for i in range(6)))
     assert one.flash_programs == 0
     drive = Drive(made)
-    one = serve(drive, *(Request(False, i * PAGE, PAGE) for i in range(7)))
+    one = serve(drive, *(HostRequest(False, i * PAGE, PAGE) for i in range(7)))
     assert one.cache_use.flushed == 4
     assert one.cache_use.dirty_bytes == 3 * PAGE
     assert [drive.ftl.find(lpn) is not None for lpn in range(7)] == [True] * 4 + [False] * 3
@@ -73,24 +73,24 @@ def test_a_full_cache_lets_writes_wait_for_flash():
     made = cached(4, geometry__channels=1, geometry__chips_per_channel=1)
     told = {}
     for many in (4, 200):
-        told[many] = serve(Drive(made), *(Request(False, i * PAGE, PAGE) for i in range(many)))
+        told[many] = serve(Drive(made), *(HostRequest(False, i * PAGE, PAGE) for i in range(many)))
     assert told[4].write_latency.most_ps < 10_000_000
     # in the long run as fast as flash, two planes of a chip at once at best
     assert told[200].time_ps / 200 > 750_000_000 / 2 * 0.95
 
 
 def test_a_flush_of_the_host_waits_for_flash_only_without_capacitors():
-    flush = Request(False, 0, 0)
+    flush = HostRequest(False, 0, 0)
     for protected in (True, False):
         one = serve(
             Drive(cached(8, cache__protected=protected)),
-            Request(False, 0, PAGE),
-            Request(False, 0, 0),
+            HostRequest(False, 0, PAGE),
+            HostRequest(False, 0, 0),
         )
         assert (one.write_latency.most_ps > 750_000_000) is not protected
         assert (one.flash_programs, one.requests) == (0 if protected else 1, 2)
     assert flush.is_flush
-    alone = serve(Drive(device()), Request(False, 0, 0))  # no cache: nothing to wait for
+    alone = serve(Drive(device()), HostRequest(False, 0, 0))  # no cache: nothing to wait for
     assert alone.latency.most_ps == ENTRY_PS + DONE_PS
 
 
@@ -112,7 +112,7 @@ def test_pages_leave_it_one_by_one_or_start_in_the_instant_in_which_they_come(at
     pair = {"geometry__channels": 1, "geometry__chips_per_channel": 1, "geometry__dies_per_chip": 1}
     made = cached(8, cache__flush_to=0.0, cache__flush_from=0.0, cache__at_once=at_once, **pair)
     drive = Drive(made)
-    one = serve(drive, Request(False, 0, 2 * PAGE))
+    one = serve(drive, HostRequest(False, 0, 2 * PAGE))
     two_ps = 26_000 + 2 * PAGE * 10**12 // 6_400_000_000
     assert one.latency.least_ps == ENTRY_PS + 8_000 + 128 * 156 * 250 + two_ps + DONE_PS
     assert drive.flash.programs == 2
@@ -124,8 +124,8 @@ def test_pages_leave_it_one_by_one_or_start_in_the_instant_in_which_they_come(at
 def test_what_is_written_again_within_a_second_stays_until_its_place_is_wanted():
     drive = Drive(cached(4, cache__at_once=True))
     apart = 2_000_000_000  # what flash has leaves the cache meanwhile
-    again = [Request(False, 0, PAGE, n * apart) for n in range(1, 6)]
-    others = [Request(False, lpn * PAGE, PAGE, 12_000_000_000 + lpn) for lpn in range(1, 5)]
+    again = [HostRequest(False, 0, PAGE, n * apart) for n in range(1, 6)]
+    others = [HostRequest(False, lpn * PAGE, PAGE, 12_000_000_000 + lpn) for lpn in range(1, 5)]
     one = serve(drive, *again, *others)
     # the first of all is forgotten at once, as by MQSim; of the rest one program, and the eviction
     assert one.cache_use.flushed == 2 + 1 + 4
@@ -134,7 +134,7 @@ def test_what_is_written_again_within_a_second_stays_until_its_place_is_wanted()
 
 def test_a_flow_may_pass_the_cache_by():
     drive = Drive(cached(8))
-    request = Request(False, 0, PAGE)
+    request = HostRequest(False, 0, PAGE)
     request.cached = False
     one = serve(drive, request)
     assert one.latency.least_ps > 750_000_000
@@ -246,7 +246,7 @@ def test_a_map_that_fits_is_read_once_and_one_in_memory_never():
 def test_a_read_of_the_map_comes_before_that_of_the_page():
     drive = Drive(mapped(8))
     fill(drive.ftl, 100)
-    one = serve(drive, Request(True, 0, PAGE), Request(True, 0, PAGE))
+    one = serve(drive, HostRequest(True, 0, PAGE), HostRequest(True, 0, PAGE))
     each = 290_000 + 75_020_000 + BUS_PS
     # the second behind the doorbell of the first's completion
     assert one.latency.least_ps == 8_000 + ENTRY_PS + each + DATA_PS + DONE_PS
@@ -258,7 +258,7 @@ def test_a_miss_moves_its_page_of_the_map_or_as_few_bytes_as_the_device_says():
     for nbytes in (0, 512):
         drive = Drive(mapped(8, ftl__map_read_bytes=nbytes))
         fill(drive.ftl, 100)
-        told[nbytes] = serve(drive, Request(True, 0, PAGE))
+        told[nbytes] = serve(drive, HostRequest(True, 0, PAGE))
     assert told[0].channel_bytes == 2 * PAGE
     assert told[512].channel_bytes == PAGE + 512
     # tR and the page of the data are as long, the one of the map crosses in a sixteenth
@@ -268,7 +268,7 @@ def test_a_miss_moves_its_page_of_the_map_or_as_few_bytes_as_the_device_says():
 @pytest.mark.parametrize("stored", [False, True])
 def test_of_a_new_drive_the_map_is_read_only_if_flash_has_it(stored):
     drive = Drive(mapped(8, ftl__map_stored=stored))
-    one = serve(drive, Request(True, 0, PAGE), Request(False, 0, PAGE))
+    one = serve(drive, HostRequest(True, 0, PAGE), HostRequest(False, 0, PAGE))
     assert (one.map_use.reads, one.map_use.misses) == (int(stored), 1)
     assert one.write_amplification == 1
 

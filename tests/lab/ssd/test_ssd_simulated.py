@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from penstock.core.errors import ConfigError
 from penstock.lab.ssd import Gradient, Placement, Update, load, step, with_field
 from penstock.lab.ssd.energy import Boundary
-from penstock.lab.ssd.graph import BUS, DIE, ELEMENT, Phase, Stage, spread
+from penstock.lab.ssd.graph import BUS, DIE, ELEMENT, UnitStage, UpdatePhase, spread
 from penstock.lab.ssd.operations import phases
 from penstock.lab.ssd.optimizers import OPTIMIZERS
 from penstock.lab.ssd.simulated import (
-    Engine,
-    Times,
+    SimulationEngine,
+    UpdateTimes,
     channel_waits,
     extrapolate,
     run_phase,
@@ -84,11 +84,13 @@ def test_events_and_timelines_agree_to_the_picosecond(data, device, placement):
     update = data.draw(updates(device, 300))
     share = data.draw(st.sampled_from([0.0, 0.3, 0.5, 1.0]))
     for phase in phases(device, update, placement, on_die=share):
-        told = {engine: run_phase(phase, engine) for engine in Engine if engine != "closed"}
+        told = {
+            engine: run_phase(phase, engine) for engine in SimulationEngine if engine != "closed"
+        }
         assert len(set(told.values())) == 1
         by_kind = [sum(s.took_ps for s in kind if s.resource == BUS) for kind in phase.kinds]
         # nothing is lost or done twice
-        assert told[Engine.EVENTS].bus_ps == sum(
+        assert told[SimulationEngine.EVENTS].bus_ps == sum(
             by_kind[phase.kind_of(order % phase.dies, order // phase.dies)]
             for channel in range(phase.channels)
             for order in range(len(range(channel, phase.units, phase.channels)))
@@ -99,7 +101,7 @@ def test_events_and_timelines_agree_to_the_picosecond(data, device, placement):
 def stages(draw):
     resource = draw(st.sampled_from([BUS, DIE, ELEMENT]))
     port = resource == BUS and draw(st.booleans())
-    return Stage(
+    return UnitStage(
         *("any", resource, draw(st.integers(1, 50)), 1, port),
         keeps=(resource == DIE or port) and draw(st.booleans()),
         fills=resource == DIE and draw(st.booleans()),
@@ -110,7 +112,7 @@ def stages(draw):
 def graphs(draw):
     kinds = draw(st.lists(st.lists(stages(), min_size=1, max_size=6), min_size=1, max_size=3))
     kind = st.integers(0, len(kinds) - 1)
-    return Phase(
+    return UpdatePhase(
         name="any",
         kinds=tuple(map(tuple, kinds)),
         pattern=tuple(draw(st.lists(kind, min_size=1, max_size=7))),
@@ -127,7 +129,10 @@ def graphs(draw):
 @settings(max_examples=200)
 @given(graphs())
 def test_they_agree_on_any_graph_with_many_ties(phase):
-    told = [run_phase(phase, each) for each in (Engine.EVENTS, Engine.TWIN, Engine.TIMELINE)]
+    told = [
+        run_phase(phase, each)
+        for each in (SimulationEngine.EVENTS, SimulationEngine.TWIN, SimulationEngine.TIMELINE)
+    ]
     assert told[0] == told[1] == told[2]
     assert told[0].end_ps >= told[0].bus_ps // phase.channels  # no bus does two things at once
     assert told[0].end_ps >= told[0].die_ps // phase.channels // phase.dies  # and no die
@@ -147,15 +152,15 @@ def test_one_unit_by_hand():
     (phase,) = phases(DEVICE, adam(1), DIE_PLACED)
     gradient = 16_384 * 10**12 // 6_500_000_000
     expected = gradient + 20_480_000 + 30_000_000 + 5 * 20_480_000 + 10_240_000 + 100_000_000
-    assert run_phase(phase, Engine.EVENTS).end_ps == pytest.approx(expected, abs=1)
+    assert run_phase(phase, SimulationEngine.EVENTS).end_ps == pytest.approx(expected, abs=1)
     assert phase.page_operations == 6
 
 
 def test_dies_that_ask_at_once_are_served_by_number():
-    unit = (Stage("a", BUS, 10, 0), Stage("b", DIE, 5, 0, fills=True))
-    phase = Phase("two", (unit,), (0,), 3, 1, 2, 1, 0, 100, 1)
+    unit = (UnitStage("a", BUS, 10, 0), UnitStage("b", DIE, 5, 0, fills=True))
+    phase = UpdatePhase("two", (unit,), (0,), 3, 1, 2, 1, 0, 100, 1)
     # 0-10 die 0, 10-20 die 1; die 0 works until 115 and asks again; both erase after each
-    assert run_phase(phase, Engine.EVENTS) == Times(230, 30, 315)
+    assert run_phase(phase, SimulationEngine.EVENTS) == UpdateTimes(230, 30, 315)
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
@@ -172,7 +177,7 @@ def test_the_closed_form_is_within_3_per_cent(optimizer, placement):
         device = with_field(DEVICE, path, value)
         if placement is HOST:  # whose phases have one register for each plane here
             device = with_field(with_field(device, "channel.cache_read", False), *NO_CACHE)
-        fast = simulate(device, update, placement, Engine.TIMELINE)
+        fast = simulate(device, update, placement, SimulationEngine.TIMELINE)
         # with one page of state there is so little else that dies wait for the bus
         slack = 0.06 if (optimizer, placement) == ("sgd", DIE_PLACED) else 0.03
         formula = step(device, update, placement)
@@ -214,7 +219,7 @@ def test_no_engine_beats_the_bound_and_what_never_waits_is_within_3_per_cent(
             phase, units=units, channels=1, release_ps=phase.channels * phase.release_ps
         )
         bound = units * one_channel.bound_ps
-        took = run_phase(one_channel, Engine.TIMELINE).end_ps
+        took = run_phase(one_channel, SimulationEngine.TIMELINE).end_ps
         assert took > bound * 0.98
         lesser = min(phase.bus_bound_ps, phase.die_bound_ps) / phase.bound_ps
         # of buses and dies one is hardly ever waited for; but sets of a die may wait for each other
@@ -225,13 +230,14 @@ def test_no_engine_beats_the_bound_and_what_never_waits_is_within_3_per_cent(
 def test_split_is_no_slower_than_die_or_controller_and_mixes_where_that_pays():
     short = Update(parameters=40_000 * WORDS, optimizer="adam", state_bytes=(2, 2, 2))
     both = [
-        simulate(DEVICE, short, each, Engine.TIMELINE).time_s for each in (CONTROLLER, DIE_PLACED)
+        simulate(DEVICE, short, each, SimulationEngine.TIMELINE).time_s
+        for each in (CONTROLLER, DIE_PLACED)
     ]
-    mixed = simulate(DEVICE, short, SPLIT, Engine.TIMELINE)
+    mixed = simulate(DEVICE, short, SPLIT, SimulationEngine.TIMELINE)
     assert 0.4 < mixed.on_die < 0.8
     assert mixed.time_s < 0.97 * min(both)
     # by itself a die is better for full states: mixed units would wait for the bus
-    assert simulate(DEVICE, adam(40_000), SPLIT, Engine.TIMELINE).on_die == 1
+    assert simulate(DEVICE, adam(40_000), SPLIT, SimulationEngine.TIMELINE).on_die == 1
 
 
 def test_registers_let_engines_overlap_too():
@@ -244,7 +250,7 @@ def test_registers_let_engines_overlap_too():
             made = with_field(made, path, True)
         return [
             simulate(made, update, DIE_PLACED, each).time_s
-            for each in (Engine.TIMELINE, Engine.CLOSED)
+            for each in (SimulationEngine.TIMELINE, SimulationEngine.CLOSED)
         ]
 
     both = took("unit.double_buffered", "unit.overlaps_array")
@@ -258,9 +264,9 @@ def test_registers_let_engines_overlap_too():
 
 
 def test_waits_for_the_channel_by_hand():
-    read = (Stage("read", DIE, 10, 1), Stage("out", BUS, 5, 0))
-    write = (Stage("in", BUS, 4, 0), Stage("program", DIE, 20, 1))
-    phase = Phase(
+    read = (UnitStage("read", DIE, 10, 1), UnitStage("out", BUS, 5, 0))
+    write = (UnitStage("in", BUS, 4, 0), UnitStage("program", DIE, 20, 1))
+    phase = UpdatePhase(
         name="both", kinds=(read,), pattern=(0,), units=3, channels=1, dies=3, sets=1,
         release_ps=0, erase_ps=0, erase_every=1,
     )  # fmt: skip
@@ -275,9 +281,9 @@ def test_waits_for_the_channel_by_hand():
 @pytest.mark.parametrize("placement", PLACED)
 def test_a_whole_model_and_its_extrapolation(placement):
     update = Update(parameters=6_700_000_000, optimizer="adam")
-    whole = simulate(DEVICE, update, placement, Engine.TIMELINE)
+    whole = simulate(DEVICE, update, placement, SimulationEngine.TIMELINE)
     assert whole.time_s == pytest.approx(step(DEVICE, update, placement).time_s, rel=0.03)
-    part, error = extrapolate(DEVICE, update, placement, Engine.TIMELINE)
+    part, error = extrapolate(DEVICE, update, placement, SimulationEngine.TIMELINE)
     assert error < 0.03
     assert abs(part.time_s - whole.time_s) <= (error + 1e-4) * whole.time_s
     for boundary in Boundary:
@@ -286,16 +292,16 @@ def test_a_whole_model_and_its_extrapolation(placement):
 
 
 def test_little_models_are_not_extrapolated():
-    exact = simulate(DEVICE, adam(300), DIE_PLACED, Engine.TWIN)
-    part, error = extrapolate(DEVICE, adam(300), DIE_PLACED, Engine.TWIN)
+    exact = simulate(DEVICE, adam(300), DIE_PLACED, SimulationEngine.TWIN)
+    part, error = extrapolate(DEVICE, adam(300), DIE_PLACED, SimulationEngine.TWIN)
     assert (part.time_s, error) == (exact.time_s, 0)
     with pytest.raises(ConfigError, match="multiple of 4"):
-        extrapolate(DEVICE, adam(300), DIE_PLACED, Engine.TWIN, periods=3)
+        extrapolate(DEVICE, adam(300), DIE_PLACED, SimulationEngine.TWIN, periods=3)
 
 
 def test_energy_and_wear_follow_the_engines_time():
     one, formula = (
-        simulate(DEVICE, adam(200), DIE_PLACED, Engine.TWIN),
+        simulate(DEVICE, adam(200), DIE_PLACED, SimulationEngine.TWIN),
         step(DEVICE, adam(200), DIE_PLACED),
     )
     assert one.time_s != formula.time_s
@@ -306,7 +312,7 @@ def test_energy_and_wear_follow_the_engines_time():
     )
     assert one.wear.evenness == formula.wear.evenness == pytest.approx(3 / 4)
     levelled = simulate(
-        with_field(DEVICE, "ftl.levels_planes", True), adam(200), DIE_PLACED, Engine.TWIN
+        with_field(DEVICE, "ftl.levels_planes", True), adam(200), DIE_PLACED, SimulationEngine.TWIN
     )
     assert levelled.time_s == pytest.approx(1.026 * one.time_s)
     assert levelled.wear.steps_rated == pytest.approx(one.wear.steps_rated * 4 / 3)

@@ -8,7 +8,7 @@ from small_devices import tiny
 from penstock.lab.ssd.aging import clean_now, fill, overwrite
 from penstock.lab.ssd.drive import Drive
 from penstock.lab.ssd.ftl import Ftl
-from penstock.lab.ssd.requests import Request, Workload
+from penstock.lab.ssd.requests import HostRequest, Workload
 from penstock.lab.ssd.wear import write_amplification
 
 PAGE = 8192
@@ -59,7 +59,7 @@ def test_streams_have_blocks_of_their_own_and_moves_stay_in_theirs():
 def test_flows_and_hot_requests_are_streams_of_a_drive():
     made = tiny(ftl__streams=2)
     drive = Drive(made)
-    flows = [iter([Request(False, lpn * PAGE, PAGE)]) for lpn in (0, 8)]
+    flows = [iter([HostRequest(False, lpn * PAGE, PAGE)]) for lpn in (0, 8)]
     drive.serve_flows([(flow, 1) for flow in flows])
     assert [drive.ftl.find(lpn)[0].stream for lpn in (0, 8)] == [0, 1]
     drive = Drive(made)
@@ -85,7 +85,7 @@ def test_flows_and_hot_requests_are_streams_of_a_drive():
 def test_a_super_page_is_one_program_of_all_planes_of_a_die():
     made = tiny(ftl__superpage_share=0.5, geometry__planes_per_die=4)
     drive = Drive(made)
-    one = drive.serve(iter([Request(False, 0, 4 * PAGE)]), queue_depth=1)
+    one = drive.serve(iter([HostRequest(False, 0, 4 * PAGE)]), queue_depth=1)
     assert (one.flash_programs, one.write_amplification) == (4, 1)
     blocks = [drive.ftl.find(lpn) for lpn in range(4)]
     assert [block.plane for block, _ in blocks] == [0, 1, 2, 3]
@@ -99,7 +99,7 @@ def test_one_page_of_it_costs_all_of_it():
     made = tiny(ftl__superpage_share=1.0, geometry__planes_per_die=4)
     drive = Drive(made)
     fill(drive.ftl, 400)
-    requests = [Request(False, lpn * PAGE, PAGE) for lpn in range(0, 320, 4)]
+    requests = [HostRequest(False, lpn * PAGE, PAGE) for lpn in range(0, 320, 4)]
     one = drive.serve(iter(requests), queue_depth=4)
     assert one.write_amplification == 4
     assert (one.flash_reads, one.flash_programs) == (3 * 80, 4 * 80)
@@ -120,7 +120,7 @@ def test_whole_super_pages_written_in_sequence_move_nothing():
     fill(drive.ftl, drive.ftl.user_pages)
     room = drive.ftl.user_pages // 2 * 2 * PAGE
     one = drive.serve(
-        (Request(False, i * 2 * PAGE % room, 2 * PAGE) for i in range(4000)), queue_depth=8
+        (HostRequest(False, i * 2 * PAGE % room, 2 * PAGE) for i in range(4000)), queue_depth=8
     )
     assert one.flash_erases > 50
     assert one.write_amplification == pytest.approx(1, abs=0.02)

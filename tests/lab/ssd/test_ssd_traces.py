@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.lab.ssd.traces import Format, guess, read_trace
+from penstock.lab.ssd.traces import TraceFormat, guess, read_trace
 
 BLKPARSE = """\
   8,0    1        1     0.000000000  1234  Q   R 1000 + 8 [fio]
@@ -49,7 +49,7 @@ def test_each_format_says_the_same(name, tmp_path):
     assert guess(text.splitlines()[0]) == name
     expected = [(first, True, 512_000, 4096), (second, False, 1_024_000, 8192)]
     assert requests(tmp_path, text) == expected
-    assert requests(tmp_path, text, kind=Format(name)) == expected
+    assert requests(tmp_path, text, kind=TraceFormat(name)) == expected
 
 
 def test_fio_2_has_no_times_until_it_waits(tmp_path):
@@ -115,7 +115,7 @@ LOG = "".join(
 
 
 def test_penstocks_own_log_in_the_order_in_which_spans_began(tmp_path):
-    assert guess(LOG.splitlines()[0]) is Format.PENSTOCK
+    assert guess(LOG.splitlines()[0]) is TraceFormat.PENSTOCK
     told = requests(tmp_path, LOG)
     assert [(when // 1_000_000, is_read) for when, is_read, *_ in told] == [
         *[(0, False), *[(2, False)] * 3, *[(4, True)] * 3, (5, False), (6, True)],

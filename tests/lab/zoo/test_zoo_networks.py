@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from penstock.core.errors import ConfigError
 from penstock.lab import zoo
-from penstock.lab.zoo.base import Window, final_size
+from penstock.lab.zoo.base import ImageWindow, final_size
 from penstock.lab.zoo.gpt import FusedAttention, GPT2Config, GPTNeoConfig, NeoAttention
 
 VISION = [name for name in zoo.families() if isinstance(zoo.config(name), zoo.VisionConfig)]
@@ -156,7 +156,10 @@ def test_final_size_is_what_torch_computes(kernel, stride, ceil):
         expected = 0
         with contextlib.suppress(RuntimeError):
             expected = pool(bare(torch.zeros(1, 1, size, size))).shape[-1]
-        windows = (Window(kernel, stride, 0, ceil), Window(kernel, stride, kernel // 2, ceil))
+        windows = (
+            ImageWindow(kernel, stride, 0, ceil),
+            ImageWindow(kernel, stride, kernel // 2, ceil),
+        )
         assert final_size(size, windows) == expected, size
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from penstock.data.formats.arrow import Arrow
-from penstock.data.formats.base import Format, Job, Progress
+from penstock.data.formats.base import Format, IndexingJob, Progress
 from penstock.data.formats.images import Images
 from penstock.data.formats.mds import Mds
 from penstock.data.formats.npy import Npy
@@ -21,4 +21,4 @@ _all: tuple[Format, ...] = (
 )
 FORMATS: Final[dict[str, Format]] = {each.name: each for each in _all}
 
-__all__ = ["FORMATS", "Format", "Job", "Progress"]
+__all__ = ["FORMATS", "Format", "IndexingJob", "Progress"]

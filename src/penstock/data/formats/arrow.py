@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.core.errors import DatasetError
 from penstock.core.files import parse_json, read_text
-from penstock.data.formats.base import Job, need
+from penstock.data.formats.base import IndexingJob, need
 from penstock.data.index import IndexBuilder
 
 
@@ -32,7 +32,7 @@ class Arrow:
         """By suffix; without what ``datasets`` caches of its own operations."""
         return name.endswith(".arrow") and not name.startswith("cache-")
 
-    def build(self, job: Job) -> IndexBuilder:
+    def build(self, job: IndexingJob) -> IndexBuilder:
         """A run for each record batch."""
         pa = need("pyarrow", "an index of Arrow files")
         _check_saved(job)
@@ -57,7 +57,7 @@ class Arrow:
         return builder
 
 
-def _check_saved(job: Job) -> None:
+def _check_saved(job: IndexingJob) -> None:
     """Check against the list of files that ``datasets`` writes beside them."""
     splits = os.path.join(job.root, "dataset_dict.json")
     if job.whole and os.path.exists(splits):

@@ -22,7 +22,7 @@ Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class IndexingJob:
     """Files to index, and how."""
 
     root: str
@@ -65,7 +65,7 @@ class Format(Protocol):
     def accept(self, name: str) -> bool:
         """Return whether a file of this name is one of the format's."""
 
-    def build(self, job: Job) -> IndexBuilder:
+    def build(self, job: IndexingJob) -> IndexBuilder:
         """Find the samples.
 
         Raises:

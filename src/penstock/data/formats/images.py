@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.core.errors import DatasetError
-from penstock.data.formats.base import Job
+from penstock.data.formats.base import IndexingJob
 from penstock.data.index import IndexBuilder
 
 _SUFFIXES: Final = (
@@ -27,7 +27,7 @@ class Images:
         """By suffix."""
         return name.lower().endswith(_SUFFIXES)
 
-    def build(self, job: Job) -> IndexBuilder:
+    def build(self, job: IndexingJob) -> IndexBuilder:
         """One run, in which the file goes up."""
         builder = IndexBuilder(self.name, ("image",))
         sizes = np.array([os.path.getsize(path) for path in job.paths()], np.int64)

@@ -12,7 +12,7 @@ import numpy as np
 from penstock.core.errors import DatasetError
 from penstock.core.files import parse_json, read_text
 from penstock.data.files import read_range
-from penstock.data.formats.base import Job, truncated
+from penstock.data.formats.base import IndexingJob, truncated
 from penstock.data.index import MOST_BYTES, IndexBuilder
 
 
@@ -26,7 +26,7 @@ class Mds:
         """By suffix."""
         return name.endswith(".mds")
 
-    def build(self, job: Job) -> IndexBuilder:
+    def build(self, job: IndexingJob) -> IndexBuilder:
         """A table for each shard: what lies between its offsets."""
         known = _shards(job.root)
         job.check_listed(list(known), "the index.json beside it")

@@ -13,7 +13,7 @@ from numpy.lib import format as npy
 from penstock.core.errors import DatasetError
 from penstock.core.files import open_regular
 from penstock.core.units import MAX_BYTES
-from penstock.data.formats.base import Job, truncated
+from penstock.data.formats.base import IndexingJob, truncated
 from penstock.data.index import IndexBuilder
 
 
@@ -27,7 +27,7 @@ class Npy:
         """By suffix."""
         return name.endswith(".npy")
 
-    def build(self, job: Job) -> IndexBuilder:
+    def build(self, job: IndexingJob) -> IndexBuilder:
         """A regular run for each file."""
         builder = IndexBuilder(self.name, ("array",))
         for number, path in enumerate(job.paths()):

@@ -16,7 +16,7 @@ from penstock.core.errors import ChecksumError, DatasetError
 from penstock.core.files import parse_json
 from penstock.core.units import round_up
 from penstock.data.files import read_range
-from penstock.data.formats.base import Job, truncated
+from penstock.data.formats.base import IndexingJob, truncated
 from penstock.data.index import ABSENT, IndexBuilder
 
 MAGIC: Final = b"PSTKDATA"
@@ -56,7 +56,7 @@ class Packed:
         """By suffix."""
         return name.endswith(SUFFIX)
 
-    def build(self, job: Job) -> IndexBuilder:
+    def build(self, job: IndexingJob) -> IndexBuilder:
         """A run for each file: regular if its records are equal."""
         builder: IndexBuilder | None = None
         labels: list[NDArray[np.int32]] = []

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.core.errors import DatasetError
-from penstock.data.formats.base import Job, need
+from penstock.data.formats.base import IndexingJob, need
 from penstock.data.index import IndexBuilder
 
 
@@ -22,7 +22,7 @@ class Parquet:
         """By suffix."""
         return name.endswith(".parquet")
 
-    def build(self, job: Job) -> IndexBuilder:
+    def build(self, job: IndexingJob) -> IndexBuilder:
         """A table for each file."""
         need("pyarrow", "an index of Parquet files")
         parquet = need("pyarrow.parquet", "an index of Parquet files")

@@ -13,7 +13,7 @@ from penstock.core.errors import DatasetError
 from penstock.core.files import parse_json
 from penstock.core.units import MAX_BYTES
 from penstock.data.files import read_range
-from penstock.data.formats.base import Job, truncated
+from penstock.data.formats.base import IndexingJob, truncated
 from penstock.data.index import IndexBuilder
 
 _DTYPES: Final = {
@@ -38,7 +38,7 @@ class Safetensors:
         """By suffix."""
         return name.endswith(".safetensors")
 
-    def build(self, job: Job) -> IndexBuilder:
+    def build(self, job: IndexingJob) -> IndexBuilder:
         """A regular run for each file."""
         builder: IndexBuilder | None = None
         for number, path in enumerate(job.paths()):

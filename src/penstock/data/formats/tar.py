@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.core.errors import DatasetError
 from penstock.core.files import open_regular
-from penstock.data.formats.base import Job, truncated
+from penstock.data.formats.base import IndexingJob, truncated
 from penstock.data.index import IndexBuilder
 
 _META: Final = re.compile("__[^/]*__($|/)")
@@ -34,7 +34,7 @@ class Tar:
         """By suffix."""
         return name.endswith(".tar")
 
-    def build(self, job: Job) -> IndexBuilder:
+    def build(self, job: IndexingJob) -> IndexBuilder:
         """A table for each shard."""
         fields: dict[str, int] = {}
         shards = []

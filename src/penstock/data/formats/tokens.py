@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.core.errors import ConfigError, DatasetError
-from penstock.data.formats.base import Job
+from penstock.data.formats.base import IndexingJob
 from penstock.data.index import IndexBuilder
 
 _MOST: Final = 2**40
@@ -32,7 +32,7 @@ class Tokens:
         """By suffix."""
         return name.endswith((".bin", ".tok", ".tokens"))
 
-    def build(self, job: Job) -> IndexBuilder:
+    def build(self, job: IndexingJob) -> IndexBuilder:
         """A regular run for each file; windows do not reach from one to the next."""
         context, extra = job.options["context"], job.options["extra"]
         stride = context if job.options["stride"] is None else job.options["stride"]

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.lab.characterize.neighbours import KINDS
-from penstock.lab.characterize.teams import Child, Team, spawn
+from penstock.lab.characterize.teams import RankProcess, RankProcesses, spawn
 
 _MIN_STEPS: Final = 3
 
 
-class Alone:
+class SoloSteps:
     """A job without neighbours, measured again before each kind of them.
 
     Attributes:
@@ -29,7 +29,7 @@ class Alone:
         steps: Number of steps in one measurement.
     """
 
-    def __init__(self, team: Team, step_s: float, seconds: float) -> None:
+    def __init__(self, team: RankProcesses, step_s: float, seconds: float) -> None:
         """Choose the number of steps that takes about ``seconds``, at least three."""
         self.team = team
         self.steps = max(_MIN_STEPS, math.ceil(seconds / step_s))
@@ -46,7 +46,7 @@ def median_step(trained: list[dict[str, Any]]) -> float:
 
 
 def measure_copies(
-    name: str, alone: Alone, count: int, facts: Mapping[str, Any], folder: Path
+    name: str, alone: SoloSteps, count: int, facts: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
     """Train copies of the job at the same time.
 
@@ -79,7 +79,7 @@ def measure_copies(
     }
 
 
-def measure_programs(alone: Alone, count: int, folder: Path) -> dict[str, Any]:
+def measure_programs(alone: SoloSteps, count: int, folder: Path) -> dict[str, Any]:
     """Run ``count`` programs of each kind in turn; return the slowdown of the job and of the programs."""
     made = {}
     for kind in KINDS:
@@ -102,8 +102,8 @@ def measure_programs(alone: Alone, count: int, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _programs(kind: str, count: int, folder: Path) -> Iterator[Team]:
-    children: list[Child] = []
+def _programs(kind: str, count: int, folder: Path) -> Iterator[RankProcesses]:
+    children: list[RankProcess] = []
     try:
         for number in range(count):
             command = (
@@ -114,15 +114,15 @@ def _programs(kind: str, count: int, folder: Path) -> Iterator[Team]:
                 str(os.getpid()),
             )
             what = f"neighbour {number + 1} that is bound by {kind}"
-            children.append(Child(what, command, folder))
-        programs = Team(children)
+            children.append(RankProcess(what, command, folder))
+        programs = RankProcesses(children)
         programs.receive()
         yield programs
     finally:
-        Team(children).kill()
+        RankProcesses(children).kill()
 
 
-def _counts(programs: Team) -> tuple[int, float]:
+def _counts(programs: RankProcesses) -> tuple[int, float]:
     """Return the rounds of all programs, and the mean time at which they were counted."""
     replies = programs.ask("count")
     return sum(each["rounds"] for each in replies), statistics.mean(each["t_s"] for each in replies)

@@ -28,7 +28,7 @@ class Package:
     range_uj: int
 
 
-class Meter:
+class EnergyMeter:
     """Energy of the whole machine since ``start``, in joules.
 
     Attributes:

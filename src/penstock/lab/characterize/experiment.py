@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError
-from penstock.lab.characterize.beside import Alone, measure_copies, measure_programs
+from penstock.lab.characterize.beside import SoloSteps, measure_copies, measure_programs
 from penstock.lab.characterize.claims import claims
-from penstock.lab.characterize.energy import Meter
+from penstock.lab.characterize.energy import EnergyMeter
 from penstock.lab.characterize.machine import device_kind, machine, process_count
 from penstock.lab.characterize.networks import NETWORKS, SCALE_MEANS
 from penstock.lab.characterize.scratch import check_free_space, scratch
 from penstock.lab.characterize.settings import Settings
-from penstock.lab.characterize.teams import Team, spawn
+from penstock.lab.characterize.teams import RankProcesses, spawn
 
 SCHEMA: Final = 1
 PER_STEPS: Final = 100
@@ -134,15 +134,15 @@ def _network(
             data = replies[0]["data"] if not number else team.ask("tune")[0]["data"]
             record["stages"].append({"stage": stage, "data": data} | _stage(team, settings))
         step_s = record["stages"][-1]["step_s"]["median"]
-        alone = Alone(team, step_s, settings.seconds)
+        alone = SoloSteps(team, step_s, settings.seconds)
         record["colocation"] = _colocation(name, alone, settings, facts, folder)
         record["dram"] = _dram(team)
     return record
 
 
-def _stage(team: Team, settings: Settings) -> dict[str, Any]:
+def _stage(team: RankProcesses, settings: Settings) -> dict[str, Any]:
     """Train for some epochs; after each, save once in every way."""
-    meter = Meter()
+    meter = EnergyMeter()
     took: list[float] = []
     losses: list[float] = []
     joules: list[float | None] = []
@@ -169,7 +169,7 @@ def _stage(team: Team, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _save_all(team: Team, step_s: float, saves: dict[str, list[dict[str, Any]]]) -> None:
+def _save_all(team: RankProcesses, step_s: float, saves: dict[str, list[dict[str, Any]]]) -> None:
     steps = 0
     for way in WAYS:
         if (
@@ -219,7 +219,7 @@ def _way(found: list[dict[str, Any]], step_s: float) -> dict[str, Any]:
 
 
 def _colocation(
-    name: str, alone: Alone, settings: Settings, facts: Mapping[str, Any], folder: Path
+    name: str, alone: SoloSteps, settings: Settings, facts: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
     if not settings.colocate:
         return {}
@@ -227,7 +227,7 @@ def _colocation(
     return {"copies": copies} | measure_programs(alone, settings.colocate, folder)
 
 
-def _dram(team: Team) -> dict[str, Any]:
+def _dram(team: RankProcesses) -> dict[str, Any]:
     """Memory of the job between two steps, and while it is suspended, as the system counts it."""
     before = team.resident_bytes()
     suspended = _over_ranks(team.ask("suspend"))

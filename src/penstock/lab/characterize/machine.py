@@ -14,7 +14,7 @@ import torch
 from penstock import __version__
 from penstock.core.errors import ConfigError
 from penstock.core.fs import filesystem_of
-from penstock.lab.characterize.energy import Meter
+from penstock.lab.characterize.energy import EnergyMeter
 
 _PIPELINE: Final = 2
 
@@ -48,7 +48,7 @@ def machine(directory: str, facts: Mapping[str, Any]) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if facts["device"] == "cuda" else "cpu",
         "processes": facts["world"],
         "filesystem": filesystem_of(directory).kind,
-        "energy": Meter().source,
+        "energy": EnergyMeter().source,
         "penstock": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -21,7 +21,7 @@ SCALE_MEANS: Final = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class NetworkCase:
     """One of the nine networks, and how it is trained.
 
     Attributes:
@@ -62,9 +62,9 @@ _MINIMUMS: Final = {"vocab_size": 320, "depth": 2, "width": 4, "hidden": 32}
 """Lower limits: a vocabulary of bytes, a block for each half of a pipeline, features to learn with."""
 
 
-def _language(title: str, zoo: str, **full: int) -> Case:
+def _language(title: str, zoo: str, **full: int) -> NetworkCase:
     stages = ("pre-training", "fine-tuning") if zoo == "gpt2" else ("training",)
-    return Case(
+    return NetworkCase(
         title=title,
         zoo=zoo,
         batch=4,
@@ -75,13 +75,13 @@ def _language(title: str, zoo: str, **full: int) -> Case:
     )
 
 
-def _vision(title: str, zoo: str, **full: Any) -> Case:
-    return Case(
+def _vision(title: str, zoo: str, **full: Any) -> NetworkCase:
+    return NetworkCase(
         title=title, zoo=zoo, batch=16, optimizer="sgd", fixed={"image_size": 64}, full=full
     )
 
 
-NETWORKS: Final[Mapping[str, Case]] = {
+NETWORKS: Final[Mapping[str, NetworkCase]] = {
     "bert-base": _language("BERT-Base", "bert-base", vocab_size=30522, depth=12, heads=12),
     "bert-large": _language("BERT-Large", "bert-large", vocab_size=30522, depth=24, heads=16),
     "gpt2": _language("GPT-2", "gpt2", vocab_size=50257, depth=12, heads=12),

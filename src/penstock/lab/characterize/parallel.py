@@ -26,7 +26,7 @@ MICROBATCHES: Final = 4
 """Upper limit for the parts into which a pipeline cuts a batch."""
 
 
-class Way(Protocol):
+class ParallelMode(Protocol):
     """One rank's part of a job."""
 
     module: nn.Module
@@ -38,7 +38,7 @@ class Way(Protocol):
         """Run forward and backward; return the loss, if this rank has it."""
 
 
-class Alone:
+class SingleProcess:
     """One process with the whole batch."""
 
     saves = True
@@ -54,7 +54,7 @@ class Alone:
         return float(loss.detach())
 
 
-class Data:
+class DataParallelMode:
     """Data parallelism: each rank has the network and a share of the batch; gradients are averaged."""
 
     def __init__(self, network: zoo.Network) -> None:
@@ -72,7 +72,7 @@ class Data:
         return float(loss.detach())
 
 
-class Pipeline:
+class TwoRankPipeline:
     """Two ranks, a half of the network each; micro-batches go forward, then backward."""
 
     saves = True
@@ -112,13 +112,13 @@ class Pipeline:
         return float(torch.stack(losses).mean()) if losses else None
 
 
-def make_strategy(kind: str, network: zoo.Network, batch: zoo.Batch) -> Way:
+def make_strategy(kind: str, network: zoo.Network, batch: zoo.Batch) -> ParallelMode:
     """Return this rank's part of a job of that kind."""
     if kind == "ddp":
-        return Data(network)
+        return DataParallelMode(network)
     if kind == "pipeline":
-        return Pipeline(network, batch)
-    return Alone(network)
+        return TwoRankPipeline(network, batch)
+    return SingleProcess(network)
 
 
 def join(kind: str, rank: int, world: int, rendezvous: str, device: torch.device) -> None:

@@ -22,13 +22,13 @@ import torch
 
 from penstock import checkpoint
 from penstock.checkpoint import Checkpointer, Saved, Saving
-from penstock.lab.characterize.training import Training
+from penstock.lab.characterize.training import RankTraining
 
 WAYS: Final = ("torch_save", "sync", "async")
 
 
 def save(
-    training: Training, way: str, folder: Path, *, steps: int, step_s: float
+    training: RankTraining, way: str, folder: Path, *, steps: int, step_s: float
 ) -> dict[str, Any]:
     """Save once.
 
@@ -52,7 +52,7 @@ def save(
     return made
 
 
-def restore(training: Training, way: str, folder: Path, *, wanted: str) -> dict[str, Any]:
+def restore(training: RankTraining, way: str, folder: Path, *, wanted: str) -> dict[str, Any]:
     """Restore a saved state from a cold cache; return ``restore_s`` and ``same``: all bits are equal."""
     if not training.saves:
         return {}
@@ -64,7 +64,7 @@ def restore(training: Training, way: str, folder: Path, *, wanted: str) -> dict[
     return {"restore_s": seconds, "same": training.fingerprint() == wanted}
 
 
-def _torch_save(training: Training, folder: Path, steps: int) -> dict[str, Any]:
+def _torch_save(training: RankTraining, folder: Path, steps: int) -> dict[str, Any]:
     path = folder / "state.pt"
     start = time.perf_counter()
     torch.save(
@@ -87,7 +87,7 @@ def _torch_save(training: Training, folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def _sync_save(training: Training, folder: Path, steps: int) -> dict[str, Any]:
+def _sync_save(training: RankTraining, folder: Path, steps: int) -> dict[str, Any]:
     with Checkpointer(folder, keep=1) as checkpoints:
         start = time.perf_counter()
         saved = cast(Saved, checkpoints.save(training.count, training.state()))
@@ -99,7 +99,7 @@ def _sync_save(training: Training, folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def _async_save(training: Training, folder: Path, steps: int) -> dict[str, Any]:
+def _async_save(training: RankTraining, folder: Path, steps: int) -> dict[str, Any]:
     with Checkpointer(folder, keep=1) as checkpoints:
         start = time.perf_counter()
         saving = cast(Saving, checkpoints.save(training.count, training.state(), wait=False))
@@ -118,18 +118,18 @@ def _async_save(training: Training, folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def _only_steps(training: Training, steps: int) -> dict[str, Any]:
+def _only_steps(training: RankTraining, steps: int) -> dict[str, Any]:
     return {"steps_s": [training.step() for _ in range(steps)]}
 
 
-def _torch_load(training: Training, folder: Path) -> None:
+def _torch_load(training: RankTraining, folder: Path) -> None:
     state = torch.load(folder / "state.pt", weights_only=True)
     training.module.load_state_dict(state["model"])
     training.optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"])
 
 
-def _load(training: Training, folder: Path) -> None:
+def _load(training: RankTraining, folder: Path) -> None:
     (path,) = folder.glob("step-*")
     checkpoint.load(path, training.state())
 
@@ -158,12 +158,12 @@ def median(found: list[dict[str, Any]], name: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-_SAVES: Final[dict[str, Callable[[Training, Path, int], dict[str, Any]]]] = {
+_SAVES: Final[dict[str, Callable[[RankTraining, Path, int], dict[str, Any]]]] = {
     "torch_save": _torch_save,
     "sync": _sync_save,
     "async": _async_save,
 }
-_LOADS: Final[dict[str, Callable[[Training, Path], None]]] = {
+_LOADS: Final[dict[str, Callable[[RankTraining, Path], None]]] = {
     "torch_save": _torch_load,
     "sync": _load,
     "async": _load,

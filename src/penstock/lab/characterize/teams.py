@@ -1,6 +1,6 @@
 """Processes of a job, seen by the parent: started, given commands, measured, and ended.
 
-Leaving a :class:`Team` kills its processes and waits for them, whatever happens.
+Leaving a :class:`RankProcesses` kills its processes and waits for them, whatever happens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GRACE_S: Final = 5.0
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
-class Child:
+class RankProcess:
     """A process that reads commands and writes replies, each a line of JSON."""
 
     def __init__(self, what: str, command: Sequence[str], folder: Path) -> None:
@@ -118,10 +118,10 @@ class Child:
                 each.close()
 
 
-class Team:
+class RankProcesses:
     """The processes of one job, which all get the same commands and all reply."""
 
-    def __init__(self, children: Sequence[Child]) -> None:
+    def __init__(self, children: Sequence[RankProcess]) -> None:
         """Take over these processes. Use it in a ``with`` block."""
         self._children = list(children)
 
@@ -160,7 +160,7 @@ class Team:
             each.kill()
 
 
-def spawn(network: str, what: str, folder: Path, **facts: Any) -> Team:
+def spawn(network: str, what: str, folder: Path, **facts: Any) -> RankProcesses:
     """Start the ranks of a job, which send a first reply when they are ready.
 
     Args:
@@ -169,7 +169,7 @@ def spawn(network: str, what: str, folder: Path, **facts: Any) -> Team:
         folder: An existing directory for this job alone.
         facts: ``scale``, ``parallel``, ``world``, ``device``, ``threads``.
     """
-    children: list[Child] = []
+    children: list[RankProcess] = []
     try:
         for rank in range(facts["world"]):
             own = folder / f"rank-{rank}"
@@ -183,14 +183,14 @@ def spawn(network: str, what: str, folder: Path, **facts: Any) -> Team:
             }
             command = ("-m", "penstock.lab.characterize.worker", json.dumps(job))
             name = what if facts["world"] == 1 else f"{what}, rank {rank}"
-            children.append(Child(name, command, folder))
+            children.append(RankProcess(name, command, folder))
     except BaseException:
-        Team(children).kill()
+        RankProcesses(children).kill()
         raise
-    return Team(children)
+    return RankProcesses(children)
 
 
-def _replies(children: Sequence[Child]) -> list[dict[str, Any]]:
+def _replies(children: Sequence[RankProcess]) -> list[dict[str, Any]]:
     """Wait for a reply of each; if several fail, raise the error of the one that died or failed first."""
     found: dict[int, dict[str, Any]] = {}
     failed: list[PenstockError] = []

@@ -20,7 +20,7 @@ _RATES: Final = {"pre-training": 1e-4, "fine-tuning": 2e-5, "training": 1e-4}
 _SGD_RATE: Final = 1e-3
 
 
-class Training:
+class RankTraining:
     """Training of one network, stage after stage. Not thread-safe.
 
     Attributes:

@@ -21,10 +21,10 @@ import penstock
 from penstock import checkpoint
 from penstock.lab.characterize import parallel, saving
 from penstock.lab.characterize.orphans import exit_with_parent
-from penstock.lab.characterize.training import Training
+from penstock.lab.characterize.training import RankTraining
 
 
-class Worker:
+class RankWorker:
     """One rank. Each method that is named in ``COMMANDS`` executes one command."""
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ class Worker:
         if job["threads"]:
             torch.set_num_threads(job["threads"])
         parallel.join(job["parallel"], job["rank"], job["world"], job["rendezvous"], device)
-        self._training = Training(
+        self._training = RankTraining(
             job["network"], scale=job["scale"], parallel=job["parallel"], device=device
         )
         self._session: penstock.Session | None = None
@@ -103,7 +103,7 @@ class Worker:
 COMMANDS: Final = ("facts", "train", "tune", "save", "restore", "suspend", "resume")
 
 
-def serve(worker: Worker, answer: Callable[[dict[str, Any]], None]) -> None:
+def serve(worker: RankWorker, answer: Callable[[dict[str, Any]], None]) -> None:
     """Execute commands until the input ends."""
     answer({})
     for line in sys.stdin:
@@ -125,7 +125,7 @@ def main() -> int:
         answers.flush()
 
     try:
-        serve(Worker(job), answer)
+        serve(RankWorker(job), answer)
     except penstock.PenstockError as error:
         answer({"error": str(error), "kind": type(error).__name__})
         return 1

@@ -16,11 +16,11 @@ from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
 from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.modules import ModuleTracker
-from penstock.hooks.observer import Observer
+from penstock.hooks.observer import PassObserver
 from penstock.hooks.protected import ProtectedStorages
 from penstock.hooks.recompute import not_recomputable
 from penstock.hooks.saved_tensors import SavedTensorHooks
-from penstock.lab.dry.ledger import Entry, Ledger
+from penstock.lab.dry.ledger import StorageEntry, StorageLedger
 from penstock.observe.clock import ManualClock
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Budgets, Machine
@@ -34,7 +34,7 @@ _NEED_INTERVAL_NS: Final = 1
 """Time between two needs of one autograd node, which happen at once; it preserves their order."""
 
 
-class Capture:
+class DryCapture:
     """Storages that autograd saves in one step, and the order in which it needs them.
 
     Attributes:
@@ -43,7 +43,7 @@ class Capture:
     """
 
     def __init__(
-        self, *, clock: ManualClock, ledger: Ledger, machine: Machine, floor_bytes: int
+        self, *, clock: ManualClock, ledger: StorageLedger, machine: Machine, floor_bytes: int
     ) -> None:
         """Prepare for one step.
 
@@ -86,7 +86,7 @@ class Capture:
             device_type="cpu",
             floor_bytes=floor_bytes,
         )
-        self._observer = self._hooks.observer = Observer(
+        self._observer = self._hooks.observer = PassObserver(
             modules=self.modules,
             compute_ns=self._executor.compute_ns,
             storage_of=self._hooks.storage_of,
@@ -127,11 +127,11 @@ class Capture:
 class _Executor(Executor):
     """Executor that records in the ledger which storages are slots, and for how long."""
 
-    def record_into(self, clock: ManualClock, ledger: Ledger) -> None:
+    def record_into(self, clock: ManualClock, ledger: StorageLedger) -> None:
         """Start to record in ``ledger`` at the times of ``clock``."""
         self._clock = clock
         self._ledger = ledger
-        self._entries: dict[SavedStorage, Entry] = {}
+        self._entries: dict[SavedStorage, StorageEntry] = {}
 
     @property
     def small_only(self) -> tuple[int, int]:

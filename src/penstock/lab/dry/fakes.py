@@ -14,7 +14,7 @@ from penstock.hooks.saved_tensors import strided_storage
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-class Fakes:
+class FakeTensors:
     """Factory for fakes of real tensors and of tensors on "meta". Use it within a FakeTensorMode.
 
     Tensors that share a storage share one in the copy.
@@ -72,7 +72,7 @@ class Fakes:
 class _Copying(TorchFunctionMode):
     """Mode in which the deep copy of a tensor is its fake, for buffers and all other tensors."""
 
-    def __init__(self, fakes: Fakes) -> None:
+    def __init__(self, fakes: FakeTensors) -> None:
         super().__init__()
         self._fakes = fakes
 

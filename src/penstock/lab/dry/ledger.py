@@ -17,7 +17,7 @@ from penstock.runtime.weak import TensorRef
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class StorageEntry:
     """A storage that is or was alive."""
 
     number: int
@@ -28,7 +28,7 @@ class Entry:
     """Number of slots in which the storage is counted now."""
 
 
-class Ledger:
+class StorageLedger:
     """Storages of one step. A reused address is another storage (TRAPS rule 5)."""
 
     def __init__(self, clock: Clock, fixed: Iterable[torch.Tensor]) -> None:
@@ -39,7 +39,7 @@ class Ledger:
             fixed: Parameters and buffers.
         """
         self._clock = clock
-        self._alive: dict[int, Entry] = {}
+        self._alive: dict[int, StorageEntry] = {}
         self._changes: list[tuple[int, int, int]] = []
         self._count = 0
         for tensor in fixed:
@@ -53,18 +53,18 @@ class Ledger:
             entry = self._enter(storage, storage.nbytes())
             self._changes.append((at_ns, entry.number, entry.nbytes))
 
-    def find(self, storage: torch.UntypedStorage) -> Entry | None:
+    def find(self, storage: torch.UntypedStorage) -> StorageEntry | None:
         """Return the entry of a storage."""
         entry = self._alive.get(storage._cdata)
         return entry if entry is not None and entry.source() is storage else None
 
-    def enter_slot(self, entry: Entry) -> None:
+    def enter_slot(self, entry: StorageEntry) -> None:
         """Count the storage as a slot from now on."""
         entry.slots += 1
         if entry.slots == 1:
             self._change(entry, -entry.nbytes)
 
-    def leave_slot(self, entry: Entry) -> None:
+    def leave_slot(self, entry: StorageEntry) -> None:
         """Stop counting the storage as a slot; it may live on."""
         entry.slots -= 1
         if not entry.slots and entry.source() is not None:
@@ -87,11 +87,11 @@ class Ledger:
                 found.append(Transient(at_ns, alive))
         return tuple(found)
 
-    def _enter(self, storage: torch.UntypedStorage, nbytes: int) -> Entry:
+    def _enter(self, storage: torch.UntypedStorage, nbytes: int) -> StorageEntry:
         self._count += 1
         cdata, number = storage._cdata, self._count
         source = TensorRef(storage, partial(self._on_death, cdata, number))
-        entry = self._alive[cdata] = Entry(number, nbytes, source)
+        entry = self._alive[cdata] = StorageEntry(number, nbytes, source)
         return entry
 
     def _on_death(self, cdata: int, number: int, _: object) -> None:
@@ -102,5 +102,5 @@ class Ledger:
         if not entry.slots:
             self._change(entry, -entry.nbytes)
 
-    def _change(self, entry: Entry, delta: int) -> None:
+    def _change(self, entry: StorageEntry, delta: int) -> None:
         self._changes.append((self._clock.now_ns(), entry.number, delta))

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import (
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, HookError
-from penstock.lab.dry.capture import Capture
-from penstock.lab.dry.fakes import Fakes
+from penstock.lab.dry.capture import DryCapture
+from penstock.lab.dry.fakes import FakeTensors
 from penstock.lab.dry.kernels import CudaKernels
-from penstock.lab.dry.ledger import Ledger
+from penstock.lab.dry.ledger import StorageLedger
 from penstock.lab.dry.recording import OperatorRecorder
 from penstock.observe.clock import ManualClock
 from penstock.plan.machine import Machine
@@ -93,14 +93,14 @@ def dry_profile(
     compute = compute_of(machine)
     _check(module, device, optimizer_state_copies, autocast)
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
-        fakes = Fakes()
+        fakes = FakeTensors()
         model = fakes.module(module)
         batch = tuple(fakes.tensor(one) for one in inputs)
         clock = ManualClock()
-        ledger = Ledger(clock, fixed=(*model.parameters(), *model.buffers()))
+        ledger = StorageLedger(clock, fixed=(*model.parameters(), *model.buffers()))
         for one in batch:
             ledger.add(one, at_ns=0)
-        capture = Capture(
+        capture = DryCapture(
             clock=clock,
             ledger=ledger,
             machine=machine,
@@ -152,7 +152,7 @@ def _run(
     model: torch.nn.Module,
     batch: tuple[torch.Tensor, ...],
     autocast: str | None,
-    capture: Capture,
+    capture: DryCapture,
 ) -> None:
     with torch.autocast("cpu", AUTOCASTS.get(autocast or ""), enabled=autocast is not None):
         loss = step(model, *batch)
@@ -195,7 +195,7 @@ def _explain_errors(recorder: OperatorRecorder) -> Iterator[None]:
         ) from error
 
 
-def _complete(capture: Capture, recorder: OperatorRecorder, clock: ManualClock) -> Profile:
+def _complete(capture: DryCapture, recorder: OperatorRecorder, clock: ManualClock) -> Profile:
     """Add to the profile of a session what only a dry run knows."""
     profile = capture.profile(clock.now_ns())
     (only,) = profile.passes

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.hooks.modules import ModuleTracker
-from penstock.lab.dry.ledger import Ledger
+from penstock.lab.dry.ledger import StorageLedger
 from penstock.lab.dry.work import tensors_in, work_of
 from penstock.observe.clock import ManualClock
 from penstock.plan.machine import Compute
@@ -45,7 +45,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         clock: ManualClock,
         compute: Compute,
-        ledger: Ledger,
+        ledger: StorageLedger,
         modules: ModuleTracker,
         nonzero_count: int | None,
     ) -> None:

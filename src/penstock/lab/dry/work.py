@@ -50,7 +50,7 @@ _FLOPS_EQUIVALENT: Final = {
 """Operators that PyTorch's flop counter lacks, and equivalent ones that it has."""
 
 
-class Work(NamedTuple):
+class OperatorWork(NamedTuple):
     """Work of one call."""
 
     name: str
@@ -66,7 +66,7 @@ Args = Sequence[Any]
 Options = Mapping[str, Any]
 
 
-def work_of(func: Any, args: Args, options: Options, out: Any) -> Work | None:
+def work_of(func: Any, args: Args, options: Options, out: Any) -> OperatorWork | None:
     """Count the work of a call; ``None`` if it only made a view, or memory to be written later.
 
     Args:
@@ -88,7 +88,7 @@ def work_of(func: Any, args: Args, options: Options, out: Any) -> Work | None:
         return None
     full_name = f"{func.namespace}.{name}"
     convolution = _convolution(func, args, out)
-    return Work(
+    return OperatorWork(
         name=full_name,
         flops=_flops(func, args, options, out, convolution)
         or max(one.numel() for one in (*operands, *results)),

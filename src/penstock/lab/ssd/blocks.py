@@ -15,7 +15,7 @@ EMPTY: Final = -1
 """Entry of a page without a logical page, or with an old version of one."""
 
 
-class Block:
+class FlashBlock:
     """One block.
 
     Attributes:
@@ -42,10 +42,10 @@ class Block:
         self.index = index
         self.lpns = [EMPTY] * pages
         self.filled = self.valid = self.erases = self.closed_at = self.pending = self.stream = 0
-        self.row: tuple[Block, ...] = ()
+        self.row: tuple[FlashBlock, ...] = ()
 
     @property
-    def together(self) -> tuple[Block, ...]:
+    def together(self) -> tuple[FlashBlock, ...]:
         """Blocks that are cleaned together with this one, itself included."""
         return self.row or (self,)
 
@@ -77,13 +77,13 @@ class Plane:
         self._pages = geometry.pages_per_block
         self._blocks = geometry.blocks_per_plane
         self._fresh = 0
-        self._recycled: deque[Block] = deque()
+        self._recycled: deque[FlashBlock] = deque()
         self.free = geometry.blocks_per_plane
-        self.frontiers: list[Block | None] = [None] * frontiers
-        self.closed: dict[Block, None] = {}
+        self.frontiers: list[FlashBlock | None] = [None] * frontiers
+        self.closed: dict[FlashBlock, None] = {}
         self.cleaning = 0
 
-    def open(self, stream: int) -> Block:
+    def open(self, stream: int) -> FlashBlock:
         """Return a block to fill: a new one first, then the one erased longest ago, or least often."""
         if not self.free:
             raise ConfigError(
@@ -95,17 +95,17 @@ class Plane:
         block.stream = stream
         return block
 
-    def _erased(self) -> Block:
+    def _erased(self) -> FlashBlock:
         if self._fresh < self._blocks:
             self._fresh += 1
-            return Block(self._index, self._fresh - 1, self._pages)
+            return FlashBlock(self._index, self._fresh - 1, self._pages)
         if self._level:
             least = min(self._recycled, key=erases)
             self._recycled.remove(least)
             return least
         return self._recycled.popleft()
 
-    def recycle(self, block: Block) -> None:
+    def recycle(self, block: FlashBlock) -> None:
         """Take back a block that has been erased."""
         block.lpns = [EMPTY] * self._pages
         block.filled = block.valid = 0
@@ -115,12 +115,12 @@ class Plane:
         self._recycled.append(block)
         self.free += 1
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[FlashBlock]:
         """Return all blocks that have ever been used, except those that super-pages fill."""
         open_ones = [block for block in self.frontiers if block is not None]
         return [*self.closed, *open_ones, *self._recycled]
 
 
-def erases(block: Block) -> int:
+def erases(block: FlashBlock) -> int:
     """Return the erases of a block, as a key to compare."""
     return block.erases

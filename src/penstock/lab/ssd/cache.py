@@ -19,12 +19,12 @@ from typing import Final
 
 from penstock.core.errors import ConfigError
 from penstock.lab.ssd.cells import SECTOR_BYTES
-from penstock.lab.ssd.commands import Owner
+from penstock.lab.ssd.commands import CommandOwner
 from penstock.lab.ssd.device import PS_PER_NS, Device, duration_ps
 from penstock.lab.ssd.events import Events
 from penstock.lab.ssd.ftl import Ftl
-from penstock.lab.ssd.pages import Pages, Part
-from penstock.lab.ssd.requests import Request
+from penstock.lab.ssd.pages import PageController, Part
+from penstock.lab.ssd.requests import HostRequest
 
 _COUNTS: Final = ("read_hits", "read_misses", "write_hits", "write_misses", "flushed")
 
@@ -47,7 +47,7 @@ class CacheUse:
     """Dirty bytes at the end."""
 
 
-class Line:
+class CacheLine:
     """A page in the cache.
 
     Attributes:
@@ -63,10 +63,10 @@ class Line:
         self.stream = stream
         self.known = self.dirty = 0
         self.flushing = False
-        self.waiters: list[Owner] = []
+        self.waiters: list[CommandOwner] = []
 
 
-class WriteBack(Owner):
+class WriteBack(CommandOwner):
     """Pages that are being written to flash.
 
     Attributes:
@@ -76,7 +76,7 @@ class WriteBack(Owner):
 
     __slots__ = ("lines", "sectors")
 
-    def __init__(self, lines: list[Line]) -> None:
+    def __init__(self, lines: list[CacheLine]) -> None:
         super().__init__(is_read=False, stream=lines[0].stream)
         self.lines = lines
         self.sectors = 0
@@ -89,7 +89,7 @@ class Cache:
         moved_bytes: Bytes moved in and out of its memory, since the drive was new.
     """
 
-    def __init__(self, device: Device, events: Events, ftl: Ftl, pages: Pages) -> None:
+    def __init__(self, device: Device, events: Events, ftl: Ftl, pages: PageController) -> None:
         """Create an empty cache.
 
         Raises:
@@ -112,12 +112,12 @@ class Cache:
         self._rate, self._access_ps = settings.bytes_per_s, settings.access_ns * PS_PER_NS
         self._free_ps = 0
         self._whole = (1 << self._page_bytes // SECTOR_BYTES) - 1
-        self._lines: dict[int, Line] = {}
-        self._clean: OrderedDict[int, Line] = OrderedDict()  # by last use
-        self._dirty: OrderedDict[int, Line] = (
+        self._lines: dict[int, CacheLine] = {}
+        self._clean: OrderedDict[int, CacheLine] = OrderedDict()  # by last use
+        self._dirty: OrderedDict[int, CacheLine] = (
             OrderedDict()
         )  # by their last write, unless on the way
-        self._waiting: deque[tuple[Request, Part]] = deque()
+        self._waiting: deque[tuple[HostRequest, Part]] = deque()
         self._on_the_way = self._flushes = 0
         self._draining = self._ending = False
         self._counts = dict.fromkeys(_COUNTS, 0)
@@ -143,7 +143,7 @@ class Cache:
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._most_dirty = self.dirty_pages
 
-    def write(self, request: Request) -> None:
+    def write(self, request: HostRequest) -> None:
         """Take the data of a request, which completes when everything is in memory."""
         parts = list(self._parts(request))
         request.left = len(parts) + 1
@@ -152,7 +152,7 @@ class Cache:
             self._waiting.append((request, part))
         self._take_waiting()
 
-    def read(self, request: Request) -> None:
+    def read(self, request: HostRequest) -> None:
         """Serve what the cache has, and read the rest from flash."""
         misses: list[Part] = []
         found = 0
@@ -174,7 +174,7 @@ class Cache:
         if misses:
             self._pages.serve_parts(request, misses)
 
-    def flush(self, owner: Owner) -> None:
+    def flush(self, owner: CommandOwner) -> None:
         """Call ``owner.done`` when flash has all that is dirty now, or capacitors protect it."""
         lines = () if self._protected else self._all()
         held = [line for line in lines if line.dirty or line.flushing]
@@ -190,11 +190,11 @@ class Cache:
         self._ending = True
         self._write_back()
 
-    def _all(self) -> Iterable[Line]:
+    def _all(self) -> Iterable[CacheLine]:
         """Return all pages that flash may lack, and possibly more."""
         return self._lines.values()
 
-    def _parts(self, request: Request) -> Iterable[Part]:
+    def _parts(self, request: HostRequest) -> Iterable[Part]:
         size, begin = self._page_bytes, request.offset_bytes
         end = begin + request.nbytes
         for lpn in range(begin // size, (end - 1) // size + 1):
@@ -202,7 +202,7 @@ class Cache:
             sectors = (1 << -(-(high - low) // SECTOR_BYTES)) - 1
             yield lpn, high - low, sectors << low % size // SECTOR_BYTES
 
-    def _transfer(self, nbytes: int, owners: tuple[Owner, ...]) -> None:
+    def _transfer(self, nbytes: int, owners: tuple[CommandOwner, ...]) -> None:
         """Occupy the memory after all earlier transfers; then count down each owner."""
         self.moved_bytes += nbytes
         begin = max(self._free_ps, self._events.now_ps)
@@ -228,7 +228,7 @@ class Cache:
         self._most_dirty = max(self._most_dirty, self.dirty_pages)
         self._write_back()
 
-    def _place(self, lpn: int, stream: int) -> Line | None:
+    def _place(self, lpn: int, stream: int) -> CacheLine | None:
         """Return the line of a page, or a new one; None if every place is dirty."""
         line = self._lines.get(lpn)
         if line is not None:
@@ -241,7 +241,7 @@ class Cache:
             old, _ = self._clean.popitem(last=False)
             del self._lines[old]
         self._counts["write_misses"] += 1
-        line = self._lines[lpn] = Line(lpn, stream)
+        line = self._lines[lpn] = CacheLine(lpn, stream)
         return line
 
     # -- to flash -------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class Cache:
             self._draining = False
         return self._draining
 
-    def _superpage_mates(self, line: Line) -> list[Line]:
+    def _superpage_mates(self, line: CacheLine) -> list[CacheLine]:
         """Return the other dirty pages of its super-page."""
         superpages = self._ftl.superpages
         if superpages is None or line.lpn >= superpages.pages:
@@ -282,7 +282,7 @@ class Cache:
         others = (self._dirty.get(lpn) for lpn in range(first, first + superpages.width))
         return [one for one in others if one is not None and one is not line and not one.flushing]
 
-    def _leave(self, back: Owner) -> None:
+    def _leave(self, back: CommandOwner) -> None:
         """Hand pages that have left the memory to flash."""
         assert isinstance(back, WriteBack)  # the only kind of owner with this callback
         self._pages.serve_parts(back, self._start_flush(back))
@@ -302,11 +302,11 @@ class Cache:
         self._counts["flushed"] += len(parts)
         return parts
 
-    def _keep(self, line: Line) -> None:
+    def _keep(self, line: CacheLine) -> None:
         """Keep a line that flash has in full, for reads."""
         self._clean[line.lpn] = line
 
-    def _written(self, back: Owner) -> None:
+    def _written(self, back: CommandOwner) -> None:
         assert isinstance(back, WriteBack)  # the only kind of owner with this callback
         self._on_the_way -= len(back.lines)
         for line in back.lines:
@@ -321,13 +321,13 @@ class Cache:
         self._take_waiting()
 
 
-def count_down(owner: Owner) -> None:
+def count_down(owner: CommandOwner) -> None:
     """Count one finished part of an owner; call ``done`` after the last."""
     owner.left -= 1
     if not owner.left:
         owner.done(owner)
 
 
-def _count_down_all(owners: tuple[Owner, ...]) -> None:
+def _count_down_all(owners: tuple[CommandOwner, ...]) -> None:
     for owner in owners:
         count_down(owner)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from penstock.core.errors import ConfigError
-from penstock.lab.ssd.blocks import EMPTY, Block
+from penstock.lab.ssd.blocks import EMPTY, FlashBlock
 from penstock.lab.ssd.commands import GC_PROGRAM, GC_READ, MAP_PROGRAM, QUEUED_ERASE, Op
 from penstock.lab.ssd.device import Device
 from penstock.lab.ssd.flash import Flash
@@ -22,7 +22,7 @@ _ROUNDS: Final = 4
 class _Victim:
     """A block, or a row of blocks, that is being emptied."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[FlashBlock, ...]
     left: int = 0
     """Pages that have not been moved yet."""
     reads_left: dict[int, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Cleaner:
         self._ftl, self._flash = ftl, flash
         spare = device.geometry.spare_bytes if device.channel.send_spare else 0
         self._whole = device.geometry.page_bytes + spare
-        self._under_way: dict[Block, _Victim] = {}
+        self._under_way: dict[FlashBlock, _Victim] = {}
         self._waiting: dict[int, deque[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
         self._placed = self._moved_then = 0
         self._most_moves = _ROUNDS * device.geometry.planes * device.geometry.pages_per_plane
@@ -119,7 +119,7 @@ class Cleaner:
                 " increase its over-provisioning"
             )
 
-    def host_finished(self, block: Block) -> None:
+    def host_finished(self, block: FlashBlock) -> None:
         """React to the end of the host's operations on a block: erase it, or choose it as a victim."""
         victim = self._under_way.get(block)
         if victim is not None:

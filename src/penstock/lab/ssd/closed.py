@@ -31,9 +31,9 @@ from typing import Final
 from penstock.core.errors import ConfigError
 from penstock.lab.ssd import energy
 from penstock.lab.ssd.device import PS_PER_S, WORD_BYTES, Device
-from penstock.lab.ssd.energy import Ledger
-from penstock.lab.ssd.update import Bytes, Gradient, Update, drive_bytes, host_bytes
-from penstock.lab.ssd.wear import Wear, levelling_factor, wear_of
+from penstock.lab.ssd.energy import EnergyLedger
+from penstock.lab.ssd.update import Gradient, Update, UpdateBytes, drive_bytes, host_bytes
+from penstock.lab.ssd.wear import DriveWear, levelling_factor, wear_of
 
 _NS: float = 1e-9
 _CACHE_SHARE: Final = 0.01
@@ -64,9 +64,9 @@ class Step:
     """(resource, seconds for which it works), as the mean over the channels, or dies, of the drive."""
     on_die: float
     """Share of units that dies update."""
-    moved: Bytes
-    ledger: Ledger
-    wear: Wear
+    moved: UpdateBytes
+    ledger: EnergyLedger
+    wear: DriveWear
 
     def use(self, resource: str) -> float:
         """Return the share of the time for which a resource works."""
@@ -255,7 +255,7 @@ def _host(device: Device, update: Update) -> Step:
     )
 
 
-def _arrays_s(device: Device, moved: Bytes) -> float:
+def _arrays_s(device: Device, moved: UpdateBytes) -> float:
     """Return the working time of a die's arrays, with as many planes as possible at once."""
     geometry, cell = device.geometry, device.cell
     at_once = geometry.channels * workers(device) * planes_at_once(device) * geometry.page_bytes
@@ -295,7 +295,7 @@ def _finished(
     time_s: float,
     busy: tuple[tuple[str, float], ...],
     share: float,
-    moved: Bytes,
+    moved: UpdateBytes,
 ) -> Step:
     ledger = energy.ledger(
         device, update, moved, time_s=time_s, on_host=placement is Placement.HOST, on_die=share

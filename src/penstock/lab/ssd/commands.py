@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from penstock.lab.ssd.blocks import Block
+from penstock.lab.ssd.blocks import FlashBlock
 
 READ: Final = 0
 PROGRAM: Final = 1
@@ -29,7 +29,7 @@ CLEANING_FIRST: Final = (*_MAP, *_CLEANING, *_HOST)
 HOST_FIRST: Final = (*_MAP, *_HOST, *_CLEANING)
 
 
-class Owner:
+class CommandOwner:
     """The origin of operations: a request of the host, or pages that the cache writes to flash.
 
     Attributes:
@@ -64,7 +64,7 @@ class Op:
     def __init__(  # noqa: PLR0917  (called for every page: keywords would double its time)
         self,
         queue: int,
-        block: Block,
+        block: FlashBlock,
         page: int,
         lpn: int,
         nbytes: int,
@@ -101,7 +101,7 @@ class Target:
         *("paused", "planes", "queues", "resumed", "until_ps", "waiting", "working"),
     )
 
-    def __init__(self, channel: Channel, planes: int) -> None:
+    def __init__(self, channel: ChannelBus, planes: int) -> None:
         self.channel = channel
         self.queues: list[list[deque[Op]]] = [[deque() for _ in range(planes)] for _ in KIND]
         self.counts = [0] * len(KIND)
@@ -118,7 +118,7 @@ class Target:
         self.busy_ps = self.until_ps = 0
 
 
-class Channel:
+class ChannelBus:
     """A bus.
 
     Attributes:

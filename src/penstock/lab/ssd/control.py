@@ -36,7 +36,7 @@ varies fastest (Tavakkol et al., TOMPECS 2016)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ftl:
+class FtlSettings:
     """The flash translation layer: placement of pages, and cleaning of blocks."""
 
     allocation: str

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class DeviceDescription:
     """A device, and the sources of its values."""
 
     device: Device
@@ -49,7 +49,7 @@ def load(name: str | Path) -> Device:
     return describe(name).device
 
 
-def describe(name: str | Path) -> Description:
+def describe(name: str | Path) -> DeviceDescription:
     """Load a preset by its name, or a device from a file, with its sources.
 
     Raises:
@@ -73,7 +73,7 @@ def describe(name: str | Path) -> Description:
     return parse(content, source=text)
 
 
-def parse(text: str, *, source: str) -> Description:
+def parse(text: str, *, source: str) -> DeviceDescription:
     """Parse a device file. Raises ConfigError that names ``source`` and the invalid field."""
     try:
         data = parse_toml(text)
@@ -88,7 +88,7 @@ def parse(text: str, *, source: str) -> Description:
     sources = data.pop("sources", {})
     try:
         device = decode(Device, data)
-        return Description(device, tuple(_sources(sources)))
+        return DeviceDescription(device, tuple(_sources(sources)))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 

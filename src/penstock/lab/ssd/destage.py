@@ -12,28 +12,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from penstock.lab.ssd.cache import Cache, Line, WriteBack
+from penstock.lab.ssd.cache import Cache, CacheLine, WriteBack
 from penstock.lab.ssd.cells import SECTOR_BYTES
-from penstock.lab.ssd.commands import Owner
+from penstock.lab.ssd.commands import CommandOwner
 from penstock.lab.ssd.device import PS_PER_S, Device
 from penstock.lab.ssd.events import Events
 from penstock.lab.ssd.ftl import Ftl
-from penstock.lab.ssd.pages import Pages
-from penstock.lab.ssd.requests import Request
+from penstock.lab.ssd.pages import PageController
+from penstock.lab.ssd.requests import HostRequest
 
 _FORGET_PS: Final = PS_PER_S
 """Interval after which all recent writes are forgotten at once, as by MQSim."""
 
 
-class Destage(Cache):
+class Destaging(Cache):
     """The cache of one drive."""
 
-    def __init__(self, device: Device, events: Events, ftl: Ftl, pages: Pages) -> None:
+    def __init__(self, device: Device, events: Events, ftl: Ftl, pages: PageController) -> None:
         """Create an empty cache. Raises ConfigError if the capacity is less than a page."""
         super().__init__(device, events, ftl, pages)
         self._most_sectors = device.cache.flush_pages * (self._page_bytes // SECTOR_BYTES)
         self._sectors = 0  # being written
-        self._evicted: set[Line] = set()  # being written, and without a place
+        self._evicted: set[CacheLine] = set()  # being written, and without a place
         self._met: set[int] = set()
         self._forget_ps = 0
 
@@ -42,7 +42,7 @@ class Destage(Cache):
         """Number of dirty pages; one that is written again while it goes to flash counts twice."""
         return len(self._dirty) + self._on_the_way
 
-    def write(self, request: Request) -> None:
+    def write(self, request: HostRequest) -> None:
         """Take the data of a request, which completes when everything is in memory."""
         parts = list(self._parts(request))
         request.left = len(parts)
@@ -55,10 +55,10 @@ class Destage(Cache):
         self._most_dirty = max(self._most_dirty, self.dirty_pages)
         self._write_back()
 
-    def _take(self, request: Request) -> bool:
+    def _take(self, request: HostRequest) -> bool:
         """Take pages of the first waiting request; return True if there was room for any."""
-        evicted: list[Line] = []
-        new: list[Line] = []
+        evicted: list[CacheLine] = []
+        new: list[CacheLine] = []
         taken = nbytes = 0
         while self._waiting and self._waiting[0][0] is request:
             if self._sectors >= self._most_sectors:
@@ -88,7 +88,7 @@ class Destage(Cache):
         if evicted:
             self._evicted.update(evicted)
             backs = self._backs(evicted)
-            leaving = Owner(is_read=False, stream=0)
+            leaving = CommandOwner(is_read=False, stream=0)
             leaving.left = 1
             leaving.done = lambda _: self._start(backs)
             self._transfer(sum(back.sectors for back in backs) * SECTOR_BYTES, (leaving,))
@@ -101,16 +101,16 @@ class Destage(Cache):
             self._forget_ps = self._events.now_ps + _FORGET_PS
         return True
 
-    def _evict(self) -> Line | None:
+    def _evict(self) -> CacheLine | None:
         """Free the place of the page that was written longest ago; None if all are being written."""
         old = next((line for line in self._dirty.values() if not line.flushing), None)
         if old is not None:
             del self._dirty[old.lpn], self._lines[old.lpn]
         return old
 
-    def _backs(self, lines: list[Line]) -> list[WriteBack]:
+    def _backs(self, lines: list[CacheLine]) -> list[WriteBack]:
         """Group pages to write: each alone, because it frees its own place; super-pages together."""
-        groups: dict[int, list[Line]] = {}
+        groups: dict[int, list[CacheLine]] = {}
         rows = self._ftl.superpages
         for line in lines:
             key = line.lpn
@@ -130,24 +130,24 @@ class Destage(Cache):
     def _due(self) -> bool:
         return self._flushes > 0 or self._ending
 
-    def _all(self) -> Iterable[Line]:
+    def _all(self) -> Iterable[CacheLine]:
         return [*self._lines.values(), *self._evicted]
 
-    def _keep(self, line: Line) -> None:
+    def _keep(self, line: CacheLine) -> None:
         if line in self._evicted:
             self._evicted.remove(line)
         else:
             del self._lines[line.lpn]
 
-    def _written(self, back: Owner) -> None:
+    def _written(self, back: CommandOwner) -> None:
         assert isinstance(back, WriteBack)  # the only kind of owner with this callback
         self._sectors -= back.sectors
         super()._written(back)
 
 
-def cache_of(device: Device, events: Events, ftl: Ftl, pages: Pages) -> Cache | None:
+def cache_of(device: Device, events: Events, ftl: Ftl, pages: PageController) -> Cache | None:
     """Create the cache of a device by its settings; None without a capacity."""
     if not device.cache.capacity_bytes:
         return None
-    kind = Destage if device.cache.at_once else Cache
+    kind = Destaging if device.cache.at_once else Cache
     return kind(device, events, ftl, pages)

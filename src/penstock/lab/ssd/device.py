@@ -14,7 +14,7 @@ from typing import Final
 from penstock.core.errors import ConfigError
 from penstock.lab.ssd.cells import Cell, Geometry
 from penstock.lab.ssd.checks import rate, real, whole
-from penstock.lab.ssd.control import Ftl, WriteCache
+from penstock.lab.ssd.control import FtlSettings, WriteCache
 
 PS_PER_NS: Final = 1000
 PS_PER_S: Final = 10**12
@@ -24,7 +24,7 @@ WORD_BYTES: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Channel:
+class ChannelSpec:
     """The bus between the controller and the chips of a channel, and the operations that it allows."""
 
     bytes_per_s: int
@@ -64,7 +64,7 @@ class Channel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class HostLink:
     """PCIe and NVMe, as one lane of time in each direction."""
 
     up_bytes_per_s: int
@@ -203,9 +203,9 @@ class Device:
     name: str
     geometry: Geometry
     cell: Cell
-    channel: Channel
-    link: Link
-    ftl: Ftl
+    channel: ChannelSpec
+    link: HostLink
+    ftl: FtlSettings
     unit: Unit
     energy: Energy
     host: Host

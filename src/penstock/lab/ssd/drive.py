@@ -26,10 +26,10 @@ from penstock.lab.ssd.device import PS_PER_NS, Device
 from penstock.lab.ssd.events import Events
 from penstock.lab.ssd.flash import Flash
 from penstock.lab.ssd.ftl import Ftl
-from penstock.lab.ssd.link import REQUEST_BYTES, Lane
-from penstock.lab.ssd.measure import Meter, Run
-from penstock.lab.ssd.pages import Pages
-from penstock.lab.ssd.requests import Request, Workload
+from penstock.lab.ssd.link import REQUEST_BYTES, LinkDirection
+from penstock.lab.ssd.measure import DriveMeter, DriveRun
+from penstock.lab.ssd.pages import PageController
+from penstock.lab.ssd.requests import HostRequest, Workload
 from penstock.lab.ssd.usage import Usage
 
 
@@ -64,15 +64,15 @@ class Drive:
         self.events = Events()
         self.ftl = Ftl(device, seed=seed)
         self.flash = Flash(device, self.events, power_cap_w=power_cap_w)
-        self.pages = Pages(device, self.ftl, self.flash)
+        self.pages = PageController(device, self.ftl, self.flash)
         if self.pages.map is not None and device.ftl.map_stored:
             store_map(self.ftl, self.ftl.user_pages)
         self.cache = cache_of(device, self.events, self.ftl, self.pages)
         if watch:
             self.flash.usage = Usage(device, len(self.flash.targets_busy_ps()))
         link = device.link
-        self.up = Lane(link, link.up_bytes_per_s, self.events)
-        self.down = Lane(link, link.down_bytes_per_s, self.events)
+        self.up = LinkDirection(link, link.up_bytes_per_s, self.events)
+        self.down = LinkDirection(link, link.down_bytes_per_s, self.events)
         self.user_bytes = self.ftl.user_pages * device.geometry.page_bytes
         self._firmware_ps = (
             link.write_firmware_ns * PS_PER_NS,
@@ -80,10 +80,10 @@ class Drive:
         )
         self._link = link
         self._streams = device.ftl.streams
-        self._queue: deque[Request] = deque()
+        self._queue: deque[HostRequest] = deque()
         self._inside = 0
-        self._flows: list[Iterator[Request]] = []
-        self.meter = Meter(self, 0)
+        self._flows: list[Iterator[HostRequest]] = []
+        self.meter = DriveMeter(self, 0)
         self._when_done = self._flash_done
 
     @property
@@ -91,7 +91,7 @@ class Drive:
         """Activity over time, if it was recorded."""
         return self.flash.usage
 
-    def run(self, workload: Workload) -> Run:
+    def run(self, workload: Workload) -> DriveRun:
         """Serve a whole workload.
 
         Raises:
@@ -102,7 +102,9 @@ class Drive:
             workload.stream(self.user_bytes), queue_depth=workload.queue_depth, skip=workload.skip
         )
 
-    def serve(self, requests: Iterator[Request], *, queue_depth: int, skip: int = 0) -> Run:
+    def serve(
+        self, requests: Iterator[HostRequest], *, queue_depth: int, skip: int = 0
+    ) -> DriveRun:
         """Serve all requests.
 
         Args:
@@ -115,10 +117,12 @@ class Drive:
         """
         return self.serve_flows([(requests, queue_depth)], skip=skip)
 
-    def serve_flows(self, flows: Sequence[tuple[Iterator[Request], int]], *, skip: int = 0) -> Run:
+    def serve_flows(
+        self, flows: Sequence[tuple[Iterator[HostRequest], int]], *, skip: int = 0
+    ) -> DriveRun:
         """Serve several streams of requests at the same time, each with its queue depth."""
         self._flows = [requests for requests, _ in flows]
-        self.meter = Meter(self, skip)
+        self.meter = DriveMeter(self, skip)
         for flow, (_, depth) in enumerate(flows):
             for _ in range(depth):
                 if not self._next(flow):
@@ -169,16 +173,16 @@ class Drive:
             self.events.at(max(request.arrival_ps, self.events.now_ps), self._timed, request)
         return True
 
-    def _timed(self, request: Request) -> None:
+    def _timed(self, request: HostRequest) -> None:
         self._ask(request)
         self._next(request.flow)
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, request: HostRequest) -> None:
         request.began_ps = self.events.now_ps
         self.meter.asked()
         self.down.send(self._link.doorbell_bytes, self._rung, request)
 
-    def _rung(self, request: Request) -> None:
+    def _rung(self, request: HostRequest) -> None:
         self._queue.append(request)
         self._fetch()
 
@@ -187,10 +191,10 @@ class Drive:
             self._inside += 1
             self.up.send(REQUEST_BYTES, self._asked_entry, self._queue.popleft())
 
-    def _asked_entry(self, request: Request) -> None:
+    def _asked_entry(self, request: HostRequest) -> None:
         self.down.send(self._link.command_bytes, self._fetched, request)
 
-    def _fetched(self, request: Request) -> None:
+    def _fetched(self, request: HostRequest) -> None:
         took = self._firmware_ps[request.is_read]
         at_once = request.is_read or request.is_flush
         action = self._translate if at_once else self._ask_data
@@ -199,14 +203,14 @@ class Drive:
         else:
             action(request)
 
-    def _ask_data(self, request: Request) -> None:
+    def _ask_data(self, request: HostRequest) -> None:
         self.up.send(REQUEST_BYTES, self._asked_data, request)
 
-    def _asked_data(self, request: Request) -> None:
+    def _asked_data(self, request: HostRequest) -> None:
         self.down.nbytes += request.nbytes
         self.down.send(request.nbytes, self._translate, request)
 
-    def _translate(self, request: Request) -> None:
+    def _translate(self, request: HostRequest) -> None:
         """Find the pages of a read, or place those of a write, whose data have come."""
         if request.is_flush:
             self._flush(request)
@@ -218,14 +222,14 @@ class Drive:
         else:
             self.cache.write(request)
 
-    def _flush(self, request: Request) -> None:
+    def _flush(self, request: HostRequest) -> None:
         """Complete a flush; without a cache every completed write is on flash already."""
         if self.cache is None:
             request.done(request)
         else:
             self.cache.flush(request)
 
-    def _flash_done(self, request: Request) -> None:
+    def _flash_done(self, request: HostRequest) -> None:
         self._inside -= 1
         if request.is_read:
             self.up.nbytes += request.nbytes
@@ -233,7 +237,7 @@ class Drive:
         self._fetch()
         self.up.send(self._link.completion_bytes, self._completed, request)
 
-    def _completed(self, request: Request) -> None:
+    def _completed(self, request: HostRequest) -> None:
         self.down.send(self._link.doorbell_bytes, _nothing, None)
         self.meter.completed(request)
         if request.arrival_ps is None:

@@ -7,7 +7,7 @@ decay, the scale of gradients) are computed once in the controller and broadcast
 
 The paper states the operations, FP32, and the fused Adam without division. Assumed, and adjustable here:
 the inverse root is a first guess from the bits of a number and Newton steps, two as
-:class:`~penstock.lab.ssd.optimizers.Pass` counts them; every product and sum is rounded to nearest FP32
+:class:`~penstock.lab.ssd.optimizers.PagePass` counts them; every product and sum is rounded to nearest FP32
 by itself; a state of two bytes is bfloat16.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.errors import ConfigError
-from penstock.lab.ssd.optimizers import OPTIMIZERS, Pass, optimizer
+from penstock.lab.ssd.optimizers import OPTIMIZERS, PagePass, optimizer
 
 Words = npt.NDArray[np.float32]
 """Words in the element: FP32, of any shape."""
@@ -142,7 +142,7 @@ class Element:
         rounding: Rounding of states of two bytes.
         random: Source of stochastic rounding.
         read: Called with each page of states that was read, to corrupt a copy of it in place: see
-            :class:`~penstock.lab.ssd.flips.Flips`.
+            :class:`~penstock.lab.ssd.flips.BitFlips`.
         check: Called with the words that go to the element, to correct them in place.
     """
 
@@ -234,25 +234,25 @@ class _Run:
         self._linear = iter(broadcast.linear)
         self._constants = broadcast
         self._steps = newton_steps
-        self.done: list[Pass] = []
+        self.done: list[PagePass] = []
 
     def linear(self, x: Words, y: Words) -> Words:
-        self.done.append(Pass.LINEAR)
+        self.done.append(PagePass.LINEAR)
         a, b = map(np.float32, next(self._linear))
         return a * x + b * y
 
     def quadratic(self, x: Words, y: Words) -> Words:
-        self.done.append(Pass.QUADRATIC)
+        self.done.append(PagePass.QUADRATIC)
         assert self._constants.quadratic is not None
         a, b = map(np.float32, self._constants.quadratic)
         return a * x + b * (y * y)
 
     def multiply(self, x: Words, y: Words) -> Words:
-        self.done.append(Pass.MULTIPLY)
+        self.done.append(PagePass.MULTIPLY)
         return x * y
 
     def inverse_root(self, x: Words) -> Words:
-        self.done.append(Pass.INVERSE_ROOT)
+        self.done.append(PagePass.INVERSE_ROOT)
         return inverse_root(x + np.float32(self._constants.root_term), self._steps)
 
 

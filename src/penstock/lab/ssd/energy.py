@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.lab.ssd.device import Device
-from penstock.lab.ssd.update import Bytes, Update
+from penstock.lab.ssd.update import Update, UpdateBytes
 
 _PJ: Final = 1e-12
 _BITS: Final = 8
@@ -37,7 +37,7 @@ STATIC: Final = "controller, static"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EnergyEntry:
     """Energy of one component in one activity."""
 
     component: str
@@ -46,10 +46,10 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class EnergyLedger:
     """All energy entries of a step."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[EnergyEntry, ...]
     time_s: float
 
     def joules(self, boundary: Boundary) -> float:
@@ -72,8 +72,14 @@ class Ledger:
 
 
 def ledger(
-    device: Device, update: Update, moved: Bytes, *, time_s: float, on_host: bool, on_die: float
-) -> Ledger:
+    device: Device,
+    update: Update,
+    moved: UpdateBytes,
+    *,
+    time_s: float,
+    on_host: bool,
+    on_die: float,
+) -> EnergyLedger:
     """Compute the energy of a step.
 
     Args:
@@ -89,25 +95,29 @@ def ledger(
     arithmetic = 0.0 if on_host else _arithmetic_pj(device, update) * update.parameters * _PJ
     ecc = on_die * cost.die_ecc_pj_per_bit + (1 - on_die) * cost.controller_ecc_pj_per_bit
     host_w = host.busy_w if on_host else host.idle_w
-    return Ledger(
+    return EnergyLedger(
         (
-            Entry("flash, read", _joules(moved.flash_read, cost.read_pj_per_bit), _ALL),
-            Entry("flash, program", _joules(moved.flash_written, cost.program_pj_per_bit), _ALL),
-            Entry("flash, erase", _joules(moved.flash_written, cost.erase_pj_per_bit), _ALL),
-            Entry("channel", _joules(moved.channel, cost.channel_pj_per_bit), _ALL),
-            Entry("error correction", _joules(moved.flash_read, ecc), _ALL),
+            EnergyEntry("flash, read", _joules(moved.flash_read, cost.read_pj_per_bit), _ALL),
+            EnergyEntry(
+                "flash, program", _joules(moved.flash_written, cost.program_pj_per_bit), _ALL
+            ),
+            EnergyEntry("flash, erase", _joules(moved.flash_written, cost.erase_pj_per_bit), _ALL),
+            EnergyEntry("channel", _joules(moved.channel, cost.channel_pj_per_bit), _ALL),
+            EnergyEntry("error correction", _joules(moved.flash_read, ecc), _ALL),
             # the host's data are buffered: written once and read once
-            Entry(
+            EnergyEntry(
                 "controller's memory",
                 _joules(2 * moved.link_down, cost.controller_dram_pj_per_bit),
                 _DRIVE,
             ),
-            Entry("link, the drive's end", link / 2, _ALL),
-            Entry("link, the host's end", link / 2, _MOVED),
-            Entry("host's memory", _joules(moved.host_dram, cost.host_dram_pj_per_bit), _MOVED),
-            Entry("arithmetic", arithmetic, _DRIVE),
-            Entry(STATIC, cost.controller_static_w * time_s, _DRIVE),
-            Entry("host", host_w * time_s, _HOST),
+            EnergyEntry("link, the drive's end", link / 2, _ALL),
+            EnergyEntry("link, the host's end", link / 2, _MOVED),
+            EnergyEntry(
+                "host's memory", _joules(moved.host_dram, cost.host_dram_pj_per_bit), _MOVED
+            ),
+            EnergyEntry("arithmetic", arithmetic, _DRIVE),
+            EnergyEntry(STATIC, cost.controller_static_w * time_s, _DRIVE),
+            EnergyEntry("host", host_w * time_s, _HOST),
         ),
         time_s,
     )

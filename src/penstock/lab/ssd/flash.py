@@ -33,7 +33,7 @@ from penstock.lab.ssd.commands import (
     KIND,
     PROGRAM,
     READ,
-    Channel,
+    ChannelBus,
     Op,
     Target,
     put,
@@ -108,7 +108,7 @@ class Flash:
             ],
             [channel.erase_command_ns * PS_PER_NS for _ in most],
         )
-        self.channels = [Channel() for _ in range(geometry.channels)]
+        self.channels = [ChannelBus() for _ in range(geometry.channels)]
         self._targets: list[Target] = []
         for each in self.channels:
             each.targets = [Target(each, planes) for _ in range(per_channel)]
@@ -137,7 +137,7 @@ class Flash:
 
         One that already has its number, from ``next_order``, precedes those with a later one.
         """
-        touched: dict[Channel, None] = {}
+        touched: dict[ChannelBus, None] = {}
         homes, next_order = self._homes, self.next_order
         for op in ops:
             target, plane = homes[op.block.plane]
@@ -167,7 +167,7 @@ class Flash:
 
     # -- a channel --------------------------------------------------------------------------------
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve(self, channel: ChannelBus) -> None:
         """Start the next transfer or command on a free channel."""
         out = channel.out
         if not out:
@@ -187,7 +187,7 @@ class Flash:
             self.usage.sent(now, took, nbytes)
         heappush(self._heap, (now + took, self._tick(), self._when_sent, pair))
 
-    def _start_one(self, channel: Channel, *, reads_only: bool) -> bool:
+    def _start_one(self, channel: ChannelBus, *, reads_only: bool) -> bool:
         """Send a command to the next target that can take one; return True if there is one."""
         targets = channel.targets
         count, turn = len(targets), channel.turn

@@ -1,6 +1,6 @@
 """Bit errors in real memory, as a die would pass them to its processing element.
 
-:class:`Flips` is called with data that were read: from :class:`penstock.io.spoiled.SpoiledEngine`, and
+:class:`BitFlips` is called with data that were read: from :class:`penstock.io.spoiled.CorruptingEngine`, and
 with ``penstock.optim.through`` for the records of a real optimizer.
 """
 
@@ -22,7 +22,7 @@ _TOP: Final = np.uint32(0x4000_0000)
 _EXPONENT: Final = np.uint32(0x7F80_0000)
 
 
-class Check(enum.StrEnum):
+class DieCheck(enum.StrEnum):
     """Check of a die on FP32 words that it has read."""
 
     NONE = "none"
@@ -32,7 +32,7 @@ class Check(enum.StrEnum):
     """Clear the top bit of every exponent, for states that are known to stay below 2."""
 
 
-class Flips:
+class BitFlips:
     """Source of bit errors. Thread-safe; errors depend on the seed and on the order of reads.
 
     Attributes:
@@ -42,7 +42,7 @@ class Flips:
     """
 
     def __init__(
-        self, rate: float, *, code: Bch = NO_CODE, check: Check = Check.NONE, seed: int = 1
+        self, rate: float, *, code: Bch = NO_CODE, check: DieCheck = DieCheck.NONE, seed: int = 1
     ) -> None:
         """Flip each bit with the same probability.
 
@@ -72,7 +72,7 @@ class Flips:
             wrong = self._wrong(8 * nbytes)
             self.flipped += wrong.size
         np.bitwise_xor.at(memory, wrong >> 3, (1 << (wrong & 7)).astype(np.uint8))
-        if self._check is not Check.NONE:
+        if self._check is not DieCheck.NONE:
             self._look(memory[: nbytes - nbytes % 4].view(np.uint32))
 
     def _wrong(self, bits: int) -> npt.NDArray[np.int64]:
@@ -91,7 +91,7 @@ class Flips:
 
     def _look(self, words: npt.NDArray[np.uint32]) -> None:
         seen = words & _EXPONENT
-        odd = seen == _EXPONENT if self._check is Check.NAN else (words & _TOP) != 0
+        odd = seen == _EXPONENT if self._check is DieCheck.NAN else (words & _TOP) != 0
         found = np.flatnonzero(odd)
         words[found] ^= _TOP
         if found.size:

@@ -15,7 +15,7 @@ import random
 
 from penstock.core.errors import ConfigError
 from penstock.lab.ssd.allocation import plane_order
-from penstock.lab.ssd.blocks import EMPTY, Block, Plane, erases
+from penstock.lab.ssd.blocks import EMPTY, FlashBlock, Plane, erases
 from penstock.lab.ssd.control import Victim
 from penstock.lab.ssd.device import Device
 from penstock.lab.ssd.superpages import Superpages
@@ -39,7 +39,7 @@ class Ftl:
         """Create an empty drive; ``seed`` is for victims that are chosen at random."""
         geometry, settings = device.geometry, device.ftl
         self.pages_per_block = geometry.pages_per_block
-        self._where: dict[int, tuple[Block, int]] = {}
+        self._where: dict[int, tuple[FlashBlock, int]] = {}
         self._order = plane_order(geometry, settings.allocation)
         self._count = len(self._order)
         self._streams = settings.streams
@@ -104,14 +104,14 @@ class Ftl:
             return lpn // self._width
         return self._supers // self._width + lpn - self._supers
 
-    def find(self, lpn: int) -> tuple[Block, int] | None:
+    def find(self, lpn: int) -> tuple[FlashBlock, int] | None:
         """Return the page of flash that holds a logical page; None if it was never written."""
         if lpn < self._supers:
             assert self.superpages is not None  # the page is one of theirs
             return self.superpages.find(lpn)
         return self._where.get(lpn)
 
-    def place(self, lpn: int, *, cleaning: bool = False, stream: int = 0) -> tuple[Block, int]:
+    def place(self, lpn: int, *, cleaning: bool = False, stream: int = 0) -> tuple[FlashBlock, int]:
         """Give a logical page a new page of flash, which invalidates its old one.
 
         Raises:
@@ -148,7 +148,7 @@ class Ftl:
 
     def place_row(
         self, number: int, *, cleaning: bool = False, stream: int = 0, wanted: int = 0
-    ) -> tuple[tuple[Block, ...], int]:
+    ) -> tuple[tuple[FlashBlock, ...], int]:
         """Give a super-page new pages, one of each plane of its die.
 
         Args:
@@ -169,12 +169,12 @@ class Ftl:
         self.moves += len(row) - wanted
         return row, page
 
-    def _close(self, block: Block) -> None:
+    def _close(self, block: FlashBlock) -> None:
         self._closed += 1
         block.closed_at = self._closed
         self.planes[block.plane].closed[block] = None
 
-    def adopt(self, lpn: int, *, stream: int = 0) -> tuple[Block, int]:
+    def adopt(self, lpn: int, *, stream: int = 0) -> tuple[FlashBlock, int]:
         """Place a logical page that is read and was never written, as if it had been written."""
         if lpn < self._supers:
             assert self.superpages is not None  # the page is one of theirs
@@ -194,7 +194,7 @@ class Ftl:
         """Return True if garbage collection of a plane must not wait, even if it may be preempted."""
         return self.planes[plane].free < self._hard
 
-    def victim(self, plane: int) -> tuple[Block, ...]:
+    def victim(self, plane: int) -> tuple[FlashBlock, ...]:
         """Return the next block to clean, with its row, and remove it; () if none is needed or useful."""
         its = self.planes[plane]
         if its.free >= self.threshold or its.cleaning >= self._victims:
@@ -210,7 +210,7 @@ class Ftl:
             holder.cleaning += 1
         return chosen.together
 
-    def erased(self, block: Block) -> None:
+    def erased(self, block: FlashBlock) -> None:
         """Take back a victim that has been erased."""
         plane = self.planes[block.plane]
         plane.cleaning -= 1
@@ -230,7 +230,7 @@ class Ftl:
         """Reset the counts, after the drive has been aged."""
         self.user_writes = self.moves = 0
 
-    def _lagging(self, plane: Plane) -> Block | None:
+    def _lagging(self, plane: Plane) -> FlashBlock | None:
         """Return a block that wears less than others because its pages stay; not twice in a row.
 
         Cleaning it frees no room, so a block that does is cleaned in between.
@@ -245,7 +245,7 @@ class Ftl:
         plane.levelled = True
         return least
 
-    def _choose(self, plane: Plane) -> Block | None:
+    def _choose(self, plane: Plane) -> FlashBlock | None:
         if (lagging := self._lagging(plane)) is not None:
             return lagging
         if self._policy is Victim.FIFO:
@@ -259,7 +259,7 @@ class Ftl:
             return max(closed, key=self._benefit)
         return min(closed, key=_valid)
 
-    def _drawn(self, plane: Plane, closed: list[Block]) -> list[Block]:
+    def _drawn(self, plane: Plane, closed: list[FlashBlock]) -> list[FlashBlock]:
         """Draw a few of the full blocks at random; like MQSim's draw, possibly from the erased ones too.
 
         A draw whose blocks are all valid gives none. If that happens while nothing is being cleaned, the
@@ -274,16 +274,16 @@ class Ftl:
                 return useful
         return self._random.sample(closed, min(self._few, len(closed)))
 
-    def _benefit(self, block: Block) -> float:
+    def _benefit(self, block: FlashBlock) -> float:
         """Return the room that cleaning a block frees, over its cost, times its age."""
         used = block.valid / self.pages_per_block
         age = self._closed - block.closed_at + 1
         return (1 - used) / (2 * used) * age if used else float("inf")
 
 
-def _valid(block: Block) -> int:
+def _valid(block: FlashBlock) -> int:
     return block.valid
 
 
-def _busy(block: Block) -> bool:
+def _busy(block: FlashBlock) -> bool:
     return block.pending > 0 or any(each.pending for each in block.row)

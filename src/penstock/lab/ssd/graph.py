@@ -27,7 +27,7 @@ _LONGEST: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class UnitStage:
     """One stage of a unit."""
 
     name: str
@@ -45,11 +45,11 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class UpdatePhase:
     """All units of a step, or of a part of it."""
 
     name: str
-    kinds: tuple[tuple[Stage, ...], ...]
+    kinds: tuple[tuple[UnitStage, ...], ...]
     """Sequences of stages that units may go through."""
     pattern: tuple[int, ...]
     """Kinds of the units of a die, in turn; each die begins elsewhere in it (``kind_of``)."""
@@ -100,10 +100,10 @@ class Phase:
         """Page operations of all units."""
         return round(self.units * self._mean(lambda stage: stage.pages))
 
-    def _mean_ps(self, among: Callable[[Stage], bool]) -> float:
+    def _mean_ps(self, among: Callable[[UnitStage], bool]) -> float:
         return self._mean(lambda stage: stage.took_ps if among(stage) else 0)
 
-    def _mean(self, of: Callable[[Stage], float]) -> float:
+    def _mean(self, of: Callable[[UnitStage], float]) -> float:
         """Return the mean over the units of a pattern."""
         by_kind = [math.fsum(map(of, stages)) for stages in self.kinds]
         return math.fsum(by_kind[kind] for kind in self.pattern) / len(self.pattern)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from penstock.lab.ssd.graph import BUS, DIE, Phase, Stage
+from penstock.lab.ssd.graph import BUS, DIE, UnitStage, UpdatePhase
 
 _Claim = tuple[int, int, int]
 """Claim (time, die, number of the unit there), in the order of service."""
@@ -39,7 +39,7 @@ class ChannelRun:
         waits_ps: By kind, the part of it spent waiting for the bus.
     """
 
-    def __init__(self, phase: Phase, number: int) -> None:
+    def __init__(self, phase: UpdatePhase, number: int) -> None:
         """Prepare channel ``number``."""
         self._phase = phase
         self._number = number
@@ -88,7 +88,7 @@ class ChannelRun:
         self._began[die, number] = begins
         self._at(begins, lambda: self._ask(die, number))
 
-    def _stage(self, die: int, number: int) -> Stage:
+    def _stage(self, die: int, number: int) -> UnitStage:
         kind = self._phase.kinds[self._phase.kind_of(die, number)]
         return kind[self._place[die, number]]
 
@@ -123,7 +123,7 @@ class ChannelRun:
             self.waits_ps[self._phase.kind_of(die, number)] += self._now_ps - asked
             self._work(die, number, self._stage(die, number), self._bus)
 
-    def _work(self, die: int, number: int, stage: Stage, resource: _Resource) -> None:
+    def _work(self, die: int, number: int, stage: UnitStage, resource: _Resource) -> None:
         took = stage.took_ps
         if stage.resource == DIE:
             if stage.fills:

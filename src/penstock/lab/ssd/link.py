@@ -5,14 +5,14 @@ from __future__ import annotations
 from heapq import heappush
 from typing import Any
 
-from penstock.lab.ssd.device import Link
+from penstock.lab.ssd.device import HostLink
 from penstock.lab.ssd.events import Action, Events
 
 REQUEST_BYTES = 4
 """Size of a message that asks the other side for data, without a packet's overhead."""
 
 
-class Lane:
+class LinkDirection:
     """One direction of the link.
 
     Attributes:
@@ -22,7 +22,7 @@ class Lane:
 
     __slots__ = ("_events", "_free_ps", "_heap", "_tick", "_took", "busy_ps", "nbytes")
 
-    def __init__(self, link: Link, bytes_per_s: int, events: Events) -> None:
+    def __init__(self, link: HostLink, bytes_per_s: int, events: Events) -> None:
         self._events = events
         self._heap, self._tick = events.heap, events.tick
         self._free_ps = 0
@@ -42,7 +42,7 @@ class Lane:
 class _Times(dict[int, int]):
     """Times for which a message occupies a lane, by its payload."""
 
-    def __init__(self, link: Link, bytes_per_s: int) -> None:
+    def __init__(self, link: HostLink, bytes_per_s: int) -> None:
         super().__init__()
         self._link, self._rate = link, bytes_per_s
 

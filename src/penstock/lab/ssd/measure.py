@@ -13,9 +13,9 @@ from penstock.lab.ssd.device import PS_PER_S, Device
 from penstock.lab.ssd.events import Events
 from penstock.lab.ssd.flash import Flash
 from penstock.lab.ssd.ftl import Ftl
-from penstock.lab.ssd.link import Lane
-from penstock.lab.ssd.pages import Pages
-from penstock.lab.ssd.requests import Request
+from penstock.lab.ssd.link import LinkDirection
+from penstock.lab.ssd.pages import PageController
+from penstock.lab.ssd.requests import HostRequest
 
 _PARTS: Final = 64
 """Parts of an octave: a percentile is off by less than 1 / 64."""
@@ -130,7 +130,7 @@ class PowerLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DriveRun:
     """Measurements after the skipped requests."""
 
     device: str
@@ -188,27 +188,27 @@ class Run:
         return math.fsum(joules for _, joules in self.energy_j)
 
 
-class Metered(Protocol):
+class MeteredDrive(Protocol):
     """A drive, as a meter reads it."""
 
     device: Device
     events: Events
     ftl: Ftl
     flash: Flash
-    pages: Pages
+    pages: PageController
     cache: Cache | None
-    up: Lane
-    down: Lane
+    up: LinkDirection
+    down: LinkDirection
 
 
-class Meter:
+class DriveMeter:
     """Recorder of a drive's requests.
 
     Attributes:
         outstanding: Requests between queue and completion now.
     """
 
-    def __init__(self, drive: Metered, skip: int) -> None:
+    def __init__(self, drive: MeteredDrive, skip: int) -> None:
         """Measure from the completion of the request that follows the first ``skip``."""
         self._drive = drive
         self._skip = skip
@@ -222,7 +222,7 @@ class Meter:
         """Count a request that the host has queued."""
         self._level(1)
 
-    def completed(self, request: Request) -> None:
+    def completed(self, request: HostRequest) -> None:
         """Count a completion that the host has received."""
         self._level(-1)
         now = self._drive.events.now_ps
@@ -240,7 +240,7 @@ class Meter:
             self._written_bytes += request.nbytes
             self._writing.add(took)
 
-    def run(self) -> Run:
+    def run(self) -> DriveRun:
         """Return the measurements."""
         drive, device = self._drive, self._drive.device
         done = self._counts().since(self._before)
@@ -251,7 +251,7 @@ class Meter:
         blocks = geometry.planes * geometry.blocks_per_plane
         user = done.user_writes
         latency = self._reading.merged_with(self._writing)
-        return Run(
+        return DriveRun(
             device=device.name,
             requests=latency.count,
             reads=self._reading.count,

@@ -19,8 +19,8 @@ from penstock.lab.ssd.device import PS_PER_NS, Device
 from penstock.lab.ssd.events import Events
 from penstock.lab.ssd.mqsim_random import MqsimRandom
 from penstock.lab.ssd.mqsim_xml import Ignored, Keys, parse
-from penstock.lab.ssd.requests import Request
-from penstock.lab.ssd.traces import Format, parsed
+from penstock.lab.ssd.requests import HostRequest
+from penstock.lab.ssd.traces import TraceFormat, parsed
 
 _WORKLOAD: Final = "MQSim_IO_Scenarios"
 _SYNTHETIC: Final = "IO_Flow_Parameter_Set_Synthetic"
@@ -30,20 +30,20 @@ _TRACE: Final = "IO_Flow_Parameter_Set_Trace_Based"
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class RequestFlow:
     """One stream of requests of a scenario."""
 
     queue_depth: int
     share: tuple[int, int]
     """(index, count): its part of the drive's addresses, which are divided evenly."""
-    requests: Callable[[int, int], Iterator[Request]]
+    requests: Callable[[int, int], Iterator[HostRequest]]
     """Function that makes its requests from its first sector and its number of sectors."""
     stop_ps: int = 0
     """Time at which it stops; 0 if it stops when its requests are used up."""
     cached: bool = True
     """True if the write cache serves its writes and reads, if the drive has one."""
 
-    def stream(self, device: Device, clock: Events | None = None) -> Iterator[Request]:
+    def stream(self, device: Device, clock: Events | None = None) -> Iterator[HostRequest]:
         """Return its requests, within its part of the drive's addresses.
 
         Args:
@@ -78,7 +78,7 @@ class Flow:
 class Scenario:
     """Flows that run at the same time."""
 
-    flows: tuple[Flow, ...]
+    flows: tuple[RequestFlow, ...]
     ignored: tuple[Ignored, ...]
 
 
@@ -97,7 +97,7 @@ def read_workload(path: str | Path) -> tuple[Scenario, ...]:
 
 
 def _scenario(name: str, scenario: ElementTree.Element) -> Scenario:
-    flows: list[Flow] = []
+    flows: list[RequestFlow] = []
     ignored: list[Ignored] = []
     elements = list(scenario)
     for number, element in enumerate(elements):
@@ -117,19 +117,19 @@ def _scenario(name: str, scenario: ElementTree.Element) -> Scenario:
     return Scenario(tuple(flows), tuple(dict.fromkeys(ignored)))
 
 
-def _moved(requests: Iterator[Request], nbytes: int) -> Iterator[Request]:
+def _moved(requests: Iterator[HostRequest], nbytes: int) -> Iterator[HostRequest]:
     for request in requests:
         request.offset_bytes -= nbytes
         yield request
 
 
-def _past_the_cache(requests: Iterator[Request]) -> Iterator[Request]:
+def _past_the_cache(requests: Iterator[HostRequest]) -> Iterator[HostRequest]:
     for request in requests:
         request.cached = False
         yield request
 
 
-def _until(requests: Iterator[Request], clock: Events, stop_ps: int) -> Iterator[Request]:
+def _until(requests: Iterator[HostRequest], clock: Events, stop_ps: int) -> Iterator[HostRequest]:
     """Yield requests until the time to stop, from MQSim's first nanosecond on."""
     while clock.now_ps + PS_PER_NS <= stop_ps:
         request = next(requests, None)
@@ -138,7 +138,7 @@ def _until(requests: Iterator[Request], clock: Events, stop_ps: int) -> Iterator
         yield request
 
 
-def _synthetic(name: str, keys: Keys, part: tuple[int, int]) -> Flow:
+def _synthetic(name: str, keys: Keys, part: tuple[int, int]) -> RequestFlow:
     address = keys.one_of("Address_Distribution", dict.fromkeys(_ADDRESSES, ""))
     kind = keys.one_of("Synthetic_Generator_Type", {"QUEUE_DEPTH": "", "BANDWIDTH": ""})
     size = keys.one_of("Request_Size_Distribution", {"FIXED": "", "NORMAL": ""})
@@ -165,7 +165,7 @@ def _synthetic(name: str, keys: Keys, part: tuple[int, int]) -> Flow:
             " 0, Total_Requests_To_Generate must be 1 or more"
         )
     depth = 1 if kind == "BANDWIDTH" else keys.whole("Average_No_of_Reqs_in_Queue")
-    return Flow(max(1, depth), part, settings.stream, stop_ns * PS_PER_NS, _cached(keys))
+    return RequestFlow(max(1, depth), part, settings.stream, stop_ns * PS_PER_NS, _cached(keys))
 
 
 def _cached(keys: Keys) -> bool:
@@ -204,7 +204,7 @@ class _Synthetic:
     seed: int
     count: int | None
 
-    def stream(self, first: int, sectors: int) -> Iterator[Request]:
+    def stream(self, first: int, sectors: int) -> Iterator[HostRequest]:
         """Yield requests like MQSim's; each choice has a random stream, with consecutive seeds."""
         last = first + int((sectors - 1) * self.working_set)
         seeds = itertools.count(self.seed)
@@ -239,10 +239,10 @@ class _Synthetic:
                     place = first
             place -= place % self.align
             arrival_ps = None if self.gap_ns is None else arrival_ns * PS_PER_NS
-            yield Request(is_read, place * SECTOR_BYTES, size * SECTOR_BYTES, arrival_ps)
+            yield HostRequest(is_read, place * SECTOR_BYTES, size * SECTOR_BYTES, arrival_ps)
 
 
-def _traced(name: str, keys: Keys, part: tuple[int, int]) -> Flow:
+def _traced(name: str, keys: Keys, part: tuple[int, int]) -> RequestFlow:
     path = Path(keys.text("File_Path"))
     if not path.is_file():
         path = Path(name).parent / path  # MQSim looks in its working directory
@@ -254,7 +254,7 @@ def _traced(name: str, keys: Keys, part: tuple[int, int]) -> Flow:
         )
     if not path.is_file():
         raise ConfigError(f"MQSim file {name!r}: File_Path: there is no trace {str(path)!r}")
-    return Flow(1, part, _Traced(str(path), share, rounds).stream, cached=_cached(keys))
+    return RequestFlow(1, part, _Traced(str(path), share, rounds).stream, cached=_cached(keys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,24 +263,24 @@ class _Traced:
     share: int
     rounds: int
 
-    def stream(self, first: int, sectors: int) -> Iterator[Request]:
+    def stream(self, first: int, sectors: int) -> Iterator[HostRequest]:
         """Yield requests as MQSim replays a trace: arrivals in ns since the start, rounds in sequence.
 
         A share is taken of one round only, because MQSim supports none of several.
         """
-        left = sum(1 for _ in parsed(self.path, Format.MQSIM)) * self.rounds
+        left = sum(1 for _ in parsed(self.path, TraceFormat.MQSIM)) * self.rounds
         if self.rounds == 1:
             left = left * self.share // 100
         begin = 0
         for _ in range(self.rounds):
             now = begin
-            for arrival, is_read, offset, nbytes in parsed(self.path, Format.MQSIM):
+            for arrival, is_read, offset, nbytes in parsed(self.path, TraceFormat.MQSIM):
                 if not left:
                     return
                 left -= 1
                 assert arrival is not None  # this format has times
                 now = begin + arrival
-                yield Request(is_read, self._place(first, sectors, offset, nbytes), nbytes, now)
+                yield HostRequest(is_read, self._place(first, sectors, offset, nbytes), nbytes, now)
             begin = now
 
     def _place(self, first: int, sectors: int, offset: int, nbytes: int) -> int:

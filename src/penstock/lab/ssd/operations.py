@@ -21,16 +21,16 @@ from typing import Final
 from penstock.lab.ssd import closed
 from penstock.lab.ssd.closed import Placement
 from penstock.lab.ssd.device import PS_PER_NS, PS_PER_S, Device, duration_ps
-from penstock.lab.ssd.graph import BUS, DIE, ELEMENT, Phase, Stage, spread
+from penstock.lab.ssd.graph import BUS, DIE, ELEMENT, UnitStage, UpdatePhase, spread
 from penstock.lab.ssd.update import Gradient, Update
 
-_Stages = tuple[Stage, ...]
+_Stages = tuple[UnitStage, ...]
 _EVEN: Final = 1e-9
 
 
 def phases(
     device: Device, update: Update, placement: Placement, *, on_die: float | None = None
-) -> tuple[Phase, ...]:
+) -> tuple[UpdatePhase, ...]:
     """Return the operation graph of a step; ``on_die`` as in :func:`penstock.lab.ssd.step`."""
     if placement is Placement.HOST:
         return _host(device, update)
@@ -51,7 +51,7 @@ def phases(
         rounds += update.gradient_bytes / max(update.sizes)
     words = _words(device, update)
     return (
-        Phase(
+        UpdatePhase(
             name="update",
             kinds=tuple(kinds),
             pattern=spread(shares),
@@ -101,12 +101,12 @@ def _on_die(device: Device, update: Update, extra: int) -> _Stages:
     leaves = _page_ps(device, update, update.weight_bytes) + back
     read = round(rounds * cell.mean_read_ns * PS_PER_NS)
     return (
-        Stage("gradient in", BUS, arrives, 0, port, keeps=port),
+        UnitStage("gradient in", BUS, arrives, 0, port, keeps=port),
         *_spilled(device, update, extra, keeps=port),
-        Stage("read states", DIE, read, count),
-        Stage("passes", element, passes, 0),
-        Stage("weight out", BUS, leaves, 0, port, keeps=port),
-        Stage(
+        UnitStage("read states", DIE, read, count),
+        UnitStage("passes", element, passes, 0),
+        UnitStage("weight out", BUS, leaves, 0, port, keeps=port),
+        UnitStage(
             "program states", DIE, (1 + extra) * program, (1 + extra) * count, keeps=port, fills=True
         ),
     )  # fmt: skip
@@ -122,17 +122,17 @@ def _in_controller(device: Device, update: Update, extra: int) -> _Stages:
     if update.gradient is Gradient.PROGRAMMED:
         arrives = _page_ps(device, update, update.gradient_bytes * (1 + extra))
         gradient = (
-            Stage("gradient in", BUS, arrives, 0, True),
+            UnitStage("gradient in", BUS, arrives, 0, True),
             *_spilled(device, update, extra, keeps=False),
         )
         out += _page_ps(device, update, update.gradient_bytes)
     program = round(rounds * cell.mean_program_ns * PS_PER_NS)
     return (
         *gradient,
-        Stage("read states", DIE, round(rounds * cell.mean_read_ns * PS_PER_NS), count),
-        Stage("states out", BUS, _page_ps(device, update, states) + out, 0, True),
-        Stage("states in", BUS, _page_ps(device, update, states * (1 + extra)) + back, 0, True),
-        Stage("program states", DIE, (1 + extra) * program, (1 + extra) * count, fills=True),
+        UnitStage("read states", DIE, round(rounds * cell.mean_read_ns * PS_PER_NS), count),
+        UnitStage("states out", BUS, _page_ps(device, update, states) + out, 0, True),
+        UnitStage("states in", BUS, _page_ps(device, update, states * (1 + extra)) + back, 0, True),
+        UnitStage("program states", DIE, (1 + extra) * program, (1 + extra) * count, fills=True),
     )
 
 
@@ -142,7 +142,7 @@ def _spilled(device: Device, update: Update, extra: int, *, keeps: bool) -> _Sta
         return ()
     pages = update.gradient_bytes / max(update.sizes) * (1 + extra)
     took = round(pages * device.cell.mean_program_ns * PS_PER_NS)
-    return (Stage("program gradient", DIE, took, 1 + extra, keeps=keeps),)
+    return (UnitStage("program gradient", DIE, took, 1 + extra, keeps=keeps),)
 
 
 def _commands_ps(device: Device, pages: int, rounds: int) -> tuple[int, int]:
@@ -166,7 +166,7 @@ def _erase_ps(device: Device, count: float) -> int:
     return round(count * device.cell.erase_ns * PS_PER_NS)
 
 
-def _host(device: Device, update: Update) -> tuple[Phase, ...]:
+def _host(device: Device, update: Update) -> tuple[UpdatePhase, ...]:
     """Return phases of pages in sequence, with as many planes at once as possible."""
     page = device.geometry.page_bytes
     planes = closed.planes_at_once(device)
@@ -193,8 +193,8 @@ def _read(device: Device) -> _Stages:
     command = (channel.read_command_ns + (planes - 1) * channel.read_plane_ns) * PS_PER_NS
     port = not channel.cache_read
     return (
-        Stage("read", DIE, round(device.cell.mean_read_ns * PS_PER_NS), planes),
-        Stage("out", BUS, planes * device.page_bus_ps + command, 0, port),
+        UnitStage("read", DIE, round(device.cell.mean_read_ns * PS_PER_NS), planes),
+        UnitStage("out", BUS, planes * device.page_bus_ps + command, 0, port),
     )
 
 
@@ -206,8 +206,8 @@ def _write(device: Device, extra: int) -> _Stages:
     moved = (1 + 2 * extra) * planes * device.page_bus_ps
     port = not channel.cache_program
     return (
-        Stage("in", BUS, moved + command, 0, port),
-        Stage("program", DIE, program, (1 + extra) * planes, fills=True),
+        UnitStage("in", BUS, moved + command, 0, port),
+        UnitStage("program", DIE, program, (1 + extra) * planes, fills=True),
     )
 
 
@@ -219,9 +219,9 @@ def _phase(
     *,
     units: int,
     cached: bool,
-) -> Phase:
+) -> UpdatePhase:
     parts = [part for part in parts if part[0] > _EVEN]
-    return Phase(
+    return UpdatePhase(
         name=name,
         kinds=tuple(stages for _, stages in parts),
         pattern=spread([share for share, _ in parts]),

@@ -15,7 +15,7 @@ from penstock.core.errors import ConfigError
 from penstock.lab.ssd.description import nearest
 
 
-class Pass(enum.StrEnum):
+class PagePass(enum.StrEnum):
     """An operation on pages of words."""
 
     LINEAR = "linear"
@@ -45,21 +45,21 @@ class Optimizer:
     name: str
     states: tuple[str, ...]
     """States on flash, the weight first."""
-    passes: tuple[Pass, ...]
+    passes: tuple[PagePass, ...]
     """Passes in order."""
 
 
-_SECOND: Final = (Pass.QUADRATIC, Pass.INVERSE_ROOT)
+_SECOND: Final = (PagePass.QUADRATIC, PagePass.INVERSE_ROOT)
 """Passes of ``v = a v + b g g``, then its inverse root."""
-_FACTOR: Final = (Pass.MULTIPLY, Pass.LINEAR)
+_FACTOR: Final = (PagePass.MULTIPLY, PagePass.LINEAR)
 """Passes of a step that is a product; ``w = a w - b step``."""
-_ADAM: Final = (Pass.LINEAR, *_SECOND, *_FACTOR)
+_ADAM: Final = (PagePass.LINEAR, *_SECOND, *_FACTOR)
 
 OPTIMIZERS: Final = {
     each.name: each
     for each in (
-        Optimizer("sgd", ("weight",), (Pass.LINEAR,)),
-        Optimizer("momentum", ("weight", "momentum"), (Pass.LINEAR, Pass.LINEAR)),
+        Optimizer("sgd", ("weight",), (PagePass.LINEAR,)),
+        Optimizer("momentum", ("weight", "momentum"), (PagePass.LINEAR, PagePass.LINEAR)),
         Optimizer("adagrad", ("weight", "sum"), (*_SECOND, *_FACTOR)),
         Optimizer("rmsprop", ("weight", "variance"), (*_SECOND, *_FACTOR)),
         Optimizer("adam", ("weight", "momentum", "variance"), _ADAM),

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.lab.ssd.blocks import Block
+from penstock.lab.ssd.blocks import FlashBlock
 from penstock.lab.ssd.cells import SECTOR_BYTES
 from penstock.lab.ssd.cleaning import Cleaner
-from penstock.lab.ssd.commands import USER_PROGRAM, USER_READ, Op, Owner
+from penstock.lab.ssd.commands import USER_PROGRAM, USER_READ, CommandOwner, Op
 from penstock.lab.ssd.device import Device
 from penstock.lab.ssd.flash import Flash
 from penstock.lab.ssd.ftl import Ftl
@@ -32,14 +32,14 @@ Part = tuple[int, int, int]
 class _RowWrite:
     """A super-page that is written; its programs wait for reads of its other data."""
 
-    owner: Owner
+    owner: CommandOwner
     wanted: frozenset[int]
     """Pages that its owner writes."""
     programs: list[Op]
     reads_left: int
 
 
-class Pages:
+class PageController:
     """The controller between requests and flash.
 
     Attributes:
@@ -60,7 +60,7 @@ class Pages:
         self._first_single = ftl.superpages.pages if ftl.superpages is not None else 0
         self._when_done = self._done
 
-    def serve(self, owner: Owner, begin: int, end: int) -> None:
+    def serve(self, owner: CommandOwner, begin: int, end: int) -> None:
         """Read or write bytes of the drive; ``owner.left`` counts their pages.
 
         All operations are known at the same time, so those of one die are combined where possible.
@@ -85,11 +85,11 @@ class Pages:
             act(owner, (last, end - last * size, self._sectors(last * size, end)), ops)
         self._flash.submit(ops)
 
-    def serve_parts(self, owner: Owner, parts: Iterable[Part]) -> None:
+    def serve_parts(self, owner: CommandOwner, parts: Iterable[Part]) -> None:
         """Read or write pages that need not be consecutive."""
         self.serve_together([(owner, list(parts))])
 
-    def serve_together(self, wanted: list[tuple[Owner, list[Part]]]) -> None:
+    def serve_together(self, wanted: list[tuple[CommandOwner, list[Part]]]) -> None:
         """Read or write pages of several owners, all of whose operations are known at the same time."""
         ops: list[Op] = []
         for owner, parts in wanted:
@@ -110,7 +110,7 @@ class Pages:
             return 0
         return ((1 << nbytes // SECTOR_BYTES) - 1) << low % self._page_bytes // SECTOR_BYTES
 
-    def _enter(self, owner: Owner, parts: Iterable[Part], ops: list[Op]) -> None:
+    def _enter(self, owner: CommandOwner, parts: Iterable[Part], ops: list[Op]) -> None:
         """Load map entries where the map is not all in memory; super-pages go by their number."""
         rows: dict[int, list[Part]] = {}
         width = self._ftl.superpages.width if self._ftl.superpages is not None else 1
@@ -133,7 +133,7 @@ class Pages:
         else:
             self.map.load(lpn, dirty=dirty, act=act, about=about, ops=ops)
 
-    def _read(self, owner: Owner, part: Part, ops: list[Op]) -> None:
+    def _read(self, owner: CommandOwner, part: Part, ops: list[Op]) -> None:
         lpn, nbytes, sectors = part
         place = self._ftl.find(lpn)
         if place is None:
@@ -144,7 +144,7 @@ class Pages:
         block.pending += 1
         ops.append(Op(USER_READ, block, page, lpn, nbytes + self._spare, owner, self._when_done))
 
-    def _write(self, owner: Owner, part: Part, ops: list[Op]) -> None:
+    def _write(self, owner: CommandOwner, part: Part, ops: list[Op]) -> None:
         """Place and program a page, after a read of its remaining data; or let it wait for room."""
         ftl, (lpn, nbytes, sectors) = self._ftl, part
         plane = ftl.plane_of(lpn)
@@ -193,7 +193,9 @@ class Pages:
         block.pending += 1
         return Op(USER_READ, block, page, lpn, nbytes + self._spare, None, self._when_done)
 
-    def _write_row(self, owner: Owner, number: int, parts: list[Part], ops: list[Op]) -> None:
+    def _write_row(
+        self, owner: CommandOwner, number: int, parts: list[Part], ops: list[Op]
+    ) -> None:
         """Write a whole super-page, even if only a part of it is written."""
         superpages = self._ftl.superpages
         assert superpages is not None  # otherwise there are no super-page numbers
@@ -259,7 +261,7 @@ class Pages:
             if not owner.left:
                 owner.done(owner)
 
-    def _free(self, block: Block) -> None:
+    def _free(self, block: FlashBlock) -> None:
         block.pending -= 1
         if not block.pending and self.cleaner.busy:
             self.cleaner.host_finished(block)

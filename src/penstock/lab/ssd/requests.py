@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError
 from penstock.lab.ssd.cells import SECTOR_BYTES
-from penstock.lab.ssd.commands import Owner
+from penstock.lab.ssd.commands import CommandOwner
 
 
-class Request(Owner):
+class HostRequest(CommandOwner):
     """One read or write; a write of no bytes is a flush, which completes when flash has all earlier data.
 
     Attributes:
@@ -110,10 +110,10 @@ class Workload:
                     f"workload: {name} is {getattr(self, name)}; it must be a share from 0 to 1"
                 )
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[HostRequest]:
         raise TypeError("a workload needs the size of a drive: use its stream(user_bytes)")
 
-    def stream(self, user_bytes: int) -> Iterator[Request]:
+    def stream(self, user_bytes: int) -> Iterator[HostRequest]:
         """Return its requests, for a drive with ``user_bytes`` that the host can address.
 
         Raises:
@@ -128,7 +128,7 @@ class Workload:
             )
         return self._stream(room)
 
-    def _stream(self, room_bytes: int) -> Iterator[Request]:
+    def _stream(self, room_bytes: int) -> Iterator[HostRequest]:
         chance = random.Random(self.seed)
         align = self.align_bytes if self.random and self.align_bytes else self.request_bytes
         places = room_bytes // align + 1
@@ -145,7 +145,7 @@ class Workload:
             else:
                 place = int(chance.random() * places)
             is_read = self.read_share == 1 or chance.random() < self.read_share
-            yield Request(is_read, start + place * align, size, stream=stream)
+            yield HostRequest(is_read, start + place * align, size, stream=stream)
             writes += not is_read
             if self.flush_every and not is_read and not writes % self.flush_every:
-                yield Request(False, 0, 0)
+                yield HostRequest(False, 0, 0)

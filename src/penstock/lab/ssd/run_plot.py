@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.lab.ssd.service import Measured
-from penstock.lab.ssd.usage import Moment
+from penstock.lab.ssd.usage import UsageInterval
 from penstock.report.look import COLOURS, INK, STYLE, dress, matplotlib, save, unit_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def plot_usage(
     title: str,
-    moments: Sequence[Moment],
+    moments: Sequence[UsageInterval],
     energy_j: Sequence[tuple[str, float]],
     path: str | os.PathLike[str],
     *,

@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError
 from penstock.lab.ssd.aging import fill
 from penstock.lab.ssd.device import Device
 from penstock.lab.ssd.drive import Drive
-from penstock.lab.ssd.requests import Request
+from penstock.lab.ssd.requests import HostRequest
 
 REQUEST_BYTES: Final = 128 * 1024
 """Size of the requests into which a transfer is cut: the limit of many drives (NVMe's MDTS)."""
@@ -87,6 +87,6 @@ def _seconds(device: Device, nbytes: int, kinds: tuple[bool, ...]) -> float:
     return drive.serve_flows(flows).time_s
 
 
-def _pieces(is_read: bool, begin: int, nbytes: int) -> Iterator[Request]:
+def _pieces(is_read: bool, begin: int, nbytes: int) -> Iterator[HostRequest]:
     for offset in range(0, nbytes, REQUEST_BYTES):
-        yield Request(is_read, begin + offset, min(REQUEST_BYTES, nbytes - offset))
+        yield HostRequest(is_read, begin + offset, min(REQUEST_BYTES, nbytes - offset))

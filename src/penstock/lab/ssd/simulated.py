@@ -20,7 +20,7 @@ from penstock.core.errors import ConfigError
 from penstock.lab.ssd import closed, energy, timeline
 from penstock.lab.ssd.closed import Placement, Step
 from penstock.lab.ssd.device import Device
-from penstock.lab.ssd.graph import Phase
+from penstock.lab.ssd.graph import UpdatePhase
 from penstock.lab.ssd.graph_events import ChannelRun
 from penstock.lab.ssd.operations import phases, seconds
 from penstock.lab.ssd.update import Update
@@ -30,7 +30,7 @@ _TRIED = 8
 """Number of shares that are tried for a split."""
 
 
-class Engine(enum.StrEnum):
+class SimulationEngine(enum.StrEnum):
     """Method that computes the time of a step."""
 
     CLOSED = "closed"
@@ -44,7 +44,7 @@ class Engine(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class UpdateTimes:
     """Times of one phase, in ps."""
 
     end_ps: int
@@ -56,14 +56,14 @@ class Times:
 _RunChannel = Callable[..., tuple[int, int, int]]
 
 
-def run_phase(phase: Phase, engine: Engine) -> Times:
+def run_phase(phase: UpdatePhase, engine: SimulationEngine) -> UpdateTimes:
     """Run all units of a phase. Raises ConfigError for the closed form, which has no phases."""
-    if engine is Engine.EVENTS:
+    if engine is SimulationEngine.EVENTS:
         done = [ChannelRun(phase, number).run() for number in range(phase.channels)]
-    elif engine is Engine.CLOSED:
+    elif engine is SimulationEngine.CLOSED:
         raise ConfigError("the closed form runs no phases")
     else:
-        run = _kernel() if engine is Engine.TIMELINE else timeline.run_channel
+        run = _kernel() if engine is SimulationEngine.TIMELINE else timeline.run_channel
         stages = np.array(
             [
                 (s.resource, s.took_ps, s.port, s.keeps, s.fills)
@@ -81,14 +81,14 @@ def run_phase(phase: Phase, engine: Engine) -> Times:
             )
             for number in range(phase.channels)
         ]  # fmt: skip
-    return Times(
+    return UpdateTimes(
         max(int(end) for end, _, _ in done),
         sum(int(bus) for _, bus, _ in done),
         sum(int(die) for _, _, die in done),
     )
 
 
-def channel_waits(phase: Phase) -> tuple[float, ...]:
+def channel_waits(phase: UpdatePhase) -> tuple[float, ...]:
     """Return the share of their time that units of each kind wait for the channel, by events."""
     runs = [ChannelRun(phase, number) for number in range(phase.channels)]
     for one in runs:
@@ -105,9 +105,11 @@ def _kernel() -> _RunChannel:
     return run
 
 
-def simulate(device: Device, update: Update, placement: Placement, engine: Engine) -> Step:
+def simulate(
+    device: Device, update: Update, placement: Placement, engine: SimulationEngine
+) -> Step:
     """Compute a step like :func:`penstock.lab.ssd.step`, with the engine's time and use."""
-    if engine is Engine.CLOSED:
+    if engine is SimulationEngine.CLOSED:
         return closed.step(device, update, placement)
     share = best_share(device, update) if placement is Placement.SPLIT else None
     formula = closed.step(device, update, placement, on_die=share)
@@ -117,7 +119,12 @@ def simulate(device: Device, update: Update, placement: Placement, engine: Engin
 
 
 def extrapolate(
-    device: Device, update: Update, placement: Placement, engine: Engine, *, periods: int = 4
+    device: Device,
+    update: Update,
+    placement: Placement,
+    engine: SimulationEngine,
+    *,
+    periods: int = 4,
 ) -> tuple[Step, float]:
     """Extrapolate a step from its first units, which suffice once they repeat a pattern.
 
@@ -152,7 +159,7 @@ def best_share(device: Device, update: Update) -> float:
 
     def rate(share: float) -> float:
         graph = phases(device, update, Placement.SPLIT, on_die=share)
-        times, _ = _extrapolated(graph, Engine.TIMELINE, 4)
+        times, _ = _extrapolated(graph, SimulationEngine.TIMELINE, 4)
         return _with_times(
             *(device, update, closed.step(device, update, Placement.SPLIT, on_die=share)),
             *(graph, times),
@@ -162,9 +169,9 @@ def best_share(device: Device, update: Update) -> float:
 
 
 def _extrapolated(
-    graph: tuple[Phase, ...], engine: Engine, periods: int
-) -> tuple[list[Times], float]:
-    times: list[Times] = []
+    graph: tuple[UpdatePhase, ...], engine: SimulationEngine, periods: int
+) -> tuple[list[UpdateTimes], float]:
+    times: list[UpdateTimes] = []
     error = 0.0
     for phase in graph:
         part = phase.erase_every * phase.dies * phase.channels * periods // 4
@@ -177,7 +184,7 @@ def _extrapolated(
         error = max(error, abs(late - early) / part / rate, abs(1 - phase.bound_ps / rate))
         scale = phase.units / (4 * part)
         times.append(
-            Times(
+            UpdateTimes(
                 whole.end_ps + round(rate * (phase.units - 4 * part)),
                 round(whole.bus_ps * scale),
                 round(whole.die_ps * scale),
@@ -186,12 +193,16 @@ def _extrapolated(
     return times, error
 
 
-def _first(phase: Phase, units: int) -> Phase:
+def _first(phase: UpdatePhase, units: int) -> UpdatePhase:
     return dataclasses.replace(phase, units=units)
 
 
 def _with_times(
-    device: Device, update: Update, formula: Step, graph: tuple[Phase, ...], times: list[Times]
+    device: Device,
+    update: Update,
+    formula: Step,
+    graph: tuple[UpdatePhase, ...],
+    times: list[UpdateTimes],
 ) -> Step:
     """Return the closed form's step with other times, and everything that depends on them."""
     busy = dict(formula.busy_s)
@@ -220,7 +231,9 @@ def _with_times(
     )
 
 
-def _with_host(device: Device, formula: Step, times: list[Times], busy: dict[str, float]) -> float:
+def _with_host(
+    device: Device, formula: Step, times: list[UpdateTimes], busy: dict[str, float]
+) -> float:
     """Return the seconds of a step with the host's processor; add the reads to ``busy``."""
     share, link = device.host.io_efficiency, device.link
     up = formula.moved.link_up / link.up_bytes_per_s / share

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.lab.ssd.allocation import die_order
-from penstock.lab.ssd.blocks import EMPTY, Block, Plane
+from penstock.lab.ssd.blocks import EMPTY, FlashBlock, Plane
 from penstock.lab.ssd.device import Device
 
 
@@ -32,8 +32,8 @@ class Superpages:
         self._block_pages = geometry.pages_per_block
         self._streams = settings.streams
         self._dies = die_order(geometry, settings.allocation)
-        self._where: dict[int, tuple[tuple[Block, ...], int]] = {}
-        self._frontiers: dict[tuple[int, int], tuple[Block, ...]] = {}
+        self._where: dict[int, tuple[tuple[FlashBlock, ...], int]] = {}
+        self._frontiers: dict[tuple[int, int], tuple[FlashBlock, ...]] = {}
 
     @classmethod
     def of(cls, device: Device, planes: Sequence[Plane]) -> Superpages | None:
@@ -53,13 +53,15 @@ class Superpages:
         first = self._dies[number % len(self._dies)] * self.width
         return range(first, first + self.width)
 
-    def find(self, lpn: int) -> tuple[Block, int] | None:
+    def find(self, lpn: int) -> tuple[FlashBlock, int] | None:
         """Return the page of flash that holds a logical page; None if it was never written."""
         number, plane = divmod(lpn, self.width)
         place = self._where.get(number)
         return None if place is None else (place[0][plane], place[1])
 
-    def place(self, number: int, *, cleaning: bool, stream: int) -> tuple[tuple[Block, ...], int]:
+    def place(
+        self, number: int, *, cleaning: bool, stream: int
+    ) -> tuple[tuple[FlashBlock, ...], int]:
         """Give a super-page new pages; see :meth:`.Ftl.place_row`."""
         old = self._where.get(number)
         if old is not None:
@@ -85,7 +87,7 @@ class Superpages:
         """Return the erases of the blocks that are being filled."""
         return [block.erases for row in self._frontiers.values() for block in row]
 
-    def _open(self, key: tuple[int, int], number: int, stream: int) -> tuple[Block, ...]:
+    def _open(self, key: tuple[int, int], number: int, stream: int) -> tuple[FlashBlock, ...]:
         row = tuple(self._planes[plane].open(stream) for plane in self.planes_of(number))
         for block in row:
             block.row = row

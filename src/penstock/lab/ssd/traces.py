@@ -19,7 +19,7 @@ from typing import Final
 from penstock.core.errors import ConfigError
 from penstock.core.files import open_regular, parse_json
 from penstock.lab.ssd.cells import SECTOR_BYTES
-from penstock.lab.ssd.requests import Request
+from penstock.lab.ssd.requests import HostRequest
 from penstock.observe.records import log_files
 
 _PS: Final = {"s": 10**12, "ms": 10**9, "us": 10**6, "100ns": 10**5, "ns": 10**3}
@@ -34,7 +34,7 @@ _MAX_REQUEST_BYTES: Final = 128 * 1024
 _PASSED: Final = ("add", "open", "close", "sync", "datasync", "trim")
 
 
-class Format(enum.StrEnum):
+class TraceFormat(enum.StrEnum):
     """Format of a trace."""
 
     MQSIM = "mqsim"
@@ -86,8 +86,8 @@ Parsed = tuple[int | None, bool, int, int]
 
 
 def read_trace(
-    path: str | Path, user_bytes: int, *, kind: Format | None = None
-) -> Iterator[Request]:
+    path: str | Path, user_bytes: int, *, kind: TraceFormat | None = None
+) -> Iterator[HostRequest]:
     """Read a trace as requests for a drive with ``user_bytes`` that the host can address.
 
     Args:
@@ -102,7 +102,7 @@ def read_trace(
     return _folded(str(path), parsed(path, kind), user_bytes)
 
 
-def parsed(path: str | Path, kind: Format | None = None) -> Iterator[Parsed]:
+def parsed(path: str | Path, kind: TraceFormat | None = None) -> Iterator[Parsed]:
     """Yield (arrival in ps or None, True for a read, offset, bytes) for each request of a trace.
 
     Raises:
@@ -113,21 +113,21 @@ def parsed(path: str | Path, kind: Format | None = None) -> Iterator[Parsed]:
     if first is None:
         raise ConfigError(f"trace {name!r} is empty")
     kind = kind or guess(first.text)
-    names = log_files(name) if kind is Format.PENSTOCK else [name]
+    names = log_files(name) if kind is TraceFormat.PENSTOCK else [name]
     return _PARSERS[kind](chain.from_iterable(map(_lines, names)))
 
 
-def guess(line: str) -> Format:
+def guess(line: str) -> TraceFormat:
     """Guess the format of a trace from its first line."""
     if line.startswith("fio version"):
-        return Format.FIO
+        return TraceFormat.FIO
     if _BLKPARSE.match(line):
-        return Format.BLKPARSE
+        return TraceFormat.BLKPARSE
     if line.startswith("{"):
-        return Format.PENSTOCK
+        return TraceFormat.PENSTOCK
     if line.count(",") >= 5:
-        return Format.MSR
-    return Format.DISKSIM if "." in line.split(maxsplit=1)[0] else Format.MQSIM
+        return TraceFormat.MSR
+    return TraceFormat.DISKSIM if "." in line.split(maxsplit=1)[0] else TraceFormat.MQSIM
 
 
 def _lines(name: str) -> Iterator[_Line]:
@@ -140,7 +140,7 @@ def _lines(name: str) -> Iterator[_Line]:
         raise ConfigError(f"cannot read the trace {name!r}: {error}") from error
 
 
-def _folded(name: str, found: Iterator[Parsed], user_bytes: int) -> Iterator[Request]:
+def _folded(name: str, found: Iterator[Parsed], user_bytes: int) -> Iterator[HostRequest]:
     begin: int | None = None
     for arrival, is_read, offset, nbytes in found:
         when = arrival
@@ -153,7 +153,7 @@ def _folded(name: str, found: Iterator[Parsed], user_bytes: int) -> Iterator[Req
             )
         beyond = offset + nbytes > user_bytes
         place = offset % (user_bytes - nbytes + 1) if beyond else offset
-        yield Request(is_read, place, nbytes, when)
+        yield HostRequest(is_read, place, nbytes, when)
 
 
 def _ascii(lines: Iterator[_Line], unit: str) -> Iterator[Parsed]:
@@ -297,11 +297,11 @@ class _Places:
             yield t_ns * _PS["ns"], is_read, offset + begin, piece
 
 
-_PARSERS: Final[dict[Format, Callable[[Iterator[_Line]], Iterator[Parsed]]]] = {
-    Format.MQSIM: _mqsim,
-    Format.DISKSIM: _disksim,
-    Format.FIO: _fio,
-    Format.BLKPARSE: _blkparse,
-    Format.MSR: _msr,
-    Format.PENSTOCK: _penstock,
+_PARSERS: Final[dict[TraceFormat, Callable[[Iterator[_Line]], Iterator[Parsed]]]] = {
+    TraceFormat.MQSIM: _mqsim,
+    TraceFormat.DISKSIM: _disksim,
+    TraceFormat.FIO: _fio,
+    TraceFormat.BLKPARSE: _blkparse,
+    TraceFormat.MSR: _msr,
+    TraceFormat.PENSTOCK: _penstock,
 }

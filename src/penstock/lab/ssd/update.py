@@ -86,7 +86,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class UpdateBytes:
     """Bytes that a whole step moves, by place."""
 
     flash_read: int
@@ -100,7 +100,7 @@ class Bytes:
     """Bytes in both directions: a transfer touches memory once, the update on a processor once more."""
 
 
-def host_bytes(update: Update) -> Bytes:
+def host_bytes(update: Update) -> UpdateBytes:
     """Count the bytes of a step on the host: it reads states and gradient, and writes the states.
 
     The gradient was written when backward made it, which is not part of the step.
@@ -110,7 +110,7 @@ def host_bytes(update: Update) -> Bytes:
     written = b * count
     # garbage collection reads and programs within the drive, over its channels
     moved = round(written * (wa - 1))
-    return Bytes(
+    return UpdateBytes(
         flash_read=read + moved,
         flash_written=written + moved,
         channel=read + written + 2 * moved,
@@ -120,7 +120,7 @@ def host_bytes(update: Update) -> Bytes:
     )
 
 
-def drive_bytes(update: Update, *, on_die: float) -> Bytes:
+def drive_bytes(update: Update, *, on_die: float) -> UpdateBytes:
     """Count the bytes of a step in the drive: the gradient comes, the new weight goes.
 
     Args:
@@ -135,7 +135,7 @@ def drive_bytes(update: Update, *, on_die: float) -> Bytes:
     returned = update.returned_bytes * count
     by_die = gradient + returned
     by_controller = b * count + 2 * spilled + round(b * count * wa)
-    return Bytes(
+    return UpdateBytes(
         flash_read=read,
         flash_written=written,
         channel=round(on_die * by_die + (1 - on_die) * by_controller),

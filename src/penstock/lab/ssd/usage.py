@@ -18,7 +18,7 @@ _FIRST_PS: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class UsageInterval:
     """One part of the time."""
 
     begin_s: float
@@ -60,12 +60,12 @@ class Usage:
         self._add(self._array, begin_ps, took_ps, float(took_ps))
         self._add(self._joules, begin_ps, took_ps, self._power.joules(kind, planes))
 
-    def moments(self) -> tuple[Moment, ...]:
+    def moments(self) -> tuple[UsageInterval, ...]:
         """Return the parts of the time up to the last activity."""
         count = -(-self._end_ps // self._width_ps)
         seconds = self._width_ps / PS_PER_S
         return tuple(
-            Moment(
+            UsageInterval(
                 number * seconds,
                 (number + 1) * seconds,
                 self._bus[number] / self._width_ps / self._channels,

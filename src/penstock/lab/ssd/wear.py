@@ -24,7 +24,7 @@ _LEVELLING_COST: Final = 0.026
 
 
 @dataclass(frozen=True, slots=True)
-class Wear:
+class DriveWear:
     """Wear by one step, and life of a drive that does nothing else."""
 
     written_bytes: int
@@ -45,7 +45,7 @@ class Wear:
     """Days until then at the step's pace, without pause."""
 
 
-def wear_of(device: Device, update: Update, time_s: float, *, on_die: float = 0.0) -> Wear:
+def wear_of(device: Device, update: Update, time_s: float, *, on_die: float = 0.0) -> DriveWear:
     """Compute the wear of steps of ``time_s`` each; dies update the share ``on_die`` of the units."""
     rated = device.endurance
     gradient = update.gradient_bytes if update.gradient is Gradient.PROGRAMMED else 0
@@ -55,7 +55,7 @@ def wear_of(device: Device, update: Update, time_s: float, *, on_die: float = 0.
     erases = written / rated.capacity_bytes / even
     steps = device.cell.cycles / erases
     credited = steps * rated.retention_credit
-    return Wear(
+    return DriveWear(
         written_bytes=written,
         erases_per_block=erases,
         evenness=even,

@@ -20,8 +20,8 @@ from penstock.lab.zoo.batches import empty_batch as empty_batch
 from penstock.lab.zoo.batches import example_batch as example_batch
 from penstock.lab.zoo.batches import mask_tokens as mask_tokens
 from penstock.lab.zoo.batches import masked_count as masked_count
-from penstock.lab.zoo.data import Images as Images
-from penstock.lab.zoo.data import Source as Source
+from penstock.lab.zoo.data import DataSource as DataSource
+from penstock.lab.zoo.data import LabelledImages as LabelledImages
 from penstock.lab.zoo.data import Text as Text
 from penstock.lab.zoo.data import digits as digits
 from penstock.lab.zoo.data import photograph_crops as photograph_crops

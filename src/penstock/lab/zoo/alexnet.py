@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from penstock.core.errors import ConfigError
-from penstock.lab.zoo.base import Entry, VisionConfig, VisionNetwork, Window, check_image_size
+from penstock.lab.zoo.base import (
+    ImageWindow,
+    VisionConfig,
+    VisionNetwork,
+    ZooEntry,
+    check_image_size,
+)
 from penstock.lab.zoo.weights import gaussian_, kaiming_
 
-_WINDOWS = (Window(11, 4, 2), Window(3, 2), Window(3, 2), Window(3, 2))
+_WINDOWS = (ImageWindow(11, 4, 2), ImageWindow(3, 2), ImageWindow(3, 2), ImageWindow(3, 2))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +112,7 @@ def _classifier(config: AlexNetConfig) -> nn.Sequential:
 
 
 ENTRIES = {
-    "alexnet": Entry(
+    "alexnet": ZooEntry(
         network=AlexNet,
         config=AlexNetConfig,
         tiny={

@@ -129,7 +129,7 @@ Network = VisionNetwork | LanguageNetwork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class ZooEntry:
     """One line of the zoo's table."""
 
     network: Callable[[Any], Network]
@@ -169,7 +169,7 @@ def check_fields(config: Config) -> None:
             raise ConfigError(f"{where} must lie in [0, 1)")
 
 
-class Window(NamedTuple):
+class ImageWindow(NamedTuple):
     """The parameters of a convolution or pooling that change the size of an image."""
 
     kernel: int
@@ -178,7 +178,7 @@ class Window(NamedTuple):
     ceil: bool = False
 
 
-def final_size(size: int, windows: Sequence[Window]) -> int:
+def final_size(size: int, windows: Sequence[ImageWindow]) -> int:
     """Return the height that remains of an image of height ``size``; 0 if a window does not fit."""
     for window in windows:
         room = size + 2 * window.padding - window.kernel
@@ -191,7 +191,7 @@ def final_size(size: int, windows: Sequence[Window]) -> int:
     return size
 
 
-def check_image_size(config: VisionConfig, windows: Sequence[Window]) -> int:
+def check_image_size(config: VisionConfig, windows: Sequence[ImageWindow]) -> int:
     """Return the final size of ``config``'s images; raise ConfigError if nothing remains of them."""
     size = final_size(config.image_size, windows)
     if size > 0:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.core.errors import ConfigError
-from penstock.lab.zoo.base import IGNORE, Entry, LanguageConfig, LanguageNetwork, Setting
+from penstock.lab.zoo.base import IGNORE, LanguageConfig, LanguageNetwork, Setting, ZooEntry
 from penstock.lab.zoo.weights import gaussian_
 
 
@@ -81,7 +81,7 @@ class SelfAttention(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class BertBlock(nn.Module):
     """Attention, then an MLP, each added and then normalised."""
 
     def __init__(self, config: BertConfig) -> None:
@@ -124,7 +124,7 @@ class Bert(LanguageNetwork):
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
         self.embeddings = Embeddings(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.depth))
         self.head = MaskedHead(config, self.embeddings.tokens.weight)
         gaussian_(self, std=config.init_std)
 
@@ -164,9 +164,9 @@ class Bert(LanguageNetwork):
         return F.cross_entropy(self.head(x), targets.flatten().index_select(0, places))
 
 
-def _entry(**full: Setting) -> Entry:
+def _entry(**full: Setting) -> ZooEntry:
     tiny = {"vocab_size": 320, "sequence_length": 64, "depth": 2, "width": 64, "heads": 4}
-    return Entry(network=Bert, config=BertConfig, full=full, tiny=tiny)
+    return ZooEntry(network=Bert, config=BertConfig, full=full, tiny=tiny)
 
 
 ENTRIES = {

@@ -33,7 +33,7 @@ BYTES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DataSource:
     """Origin of some data."""
 
     name: str
@@ -49,7 +49,7 @@ class Source:
 class Text:
     """A long text, one byte for each token."""
 
-    source: Source
+    source: DataSource
     tokens: Tensor
     """uint8 ``[nbytes]``."""
 
@@ -80,10 +80,10 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Images:
+class LabelledImages:
     """Labelled images, as bytes in memory."""
 
-    source: Source
+    source: DataSource
     pixels: Tensor
     """uint8 ``[count, channels, height, width]``."""
     labels: Tensor
@@ -146,7 +146,7 @@ def stdlib_text_bytes(limit_bytes: int | str = "32MiB") -> Text:
     del text[limit:]
     if not text:
         raise ConfigError(f"no text: {len(files)} .py files under {root}, limit_bytes={limit}")
-    source = Source(
+    source = DataSource(
         name="Python standard library",
         content=f"{used} of {len(files)} .py files of Python {platform.python_version()}",
         nbytes=len(text),
@@ -155,7 +155,7 @@ def stdlib_text_bytes(limit_bytes: int | str = "32MiB") -> Text:
     return Text(source, torch.frombuffer(text, dtype=torch.uint8))
 
 
-def digits() -> Images:
+def digits() -> LabelledImages:
     """Return scikit-learn's handwritten digits: 1,797 grey images of 8x8 pixels in 10 classes.
 
     Raises:
@@ -163,19 +163,19 @@ def digits() -> Images:
     """
     bunch = _sklearn_datasets().load_digits()
     pixels = torch.tensor(bunch.images, dtype=torch.uint8).unsqueeze(1)
-    source = Source(
+    source = DataSource(
         name="scikit-learn digits",
         content=f"{len(pixels)} images of 8x8 pixels",
         nbytes=pixels.nbytes,
         licence="BSD-3-Clause; UCI Optical Recognition of Handwritten Digits, Alpaydin and Kaynak",
     )
     labels = torch.tensor(bunch.target, dtype=torch.int64)
-    return Images(source, pixels, labels, tuple(str(digit) for digit in range(10)))
+    return LabelledImages(source, pixels, labels, tuple(str(digit) for digit in range(10)))
 
 
 def photograph_crops(
     *, image_size: int = 64, count: int = 512, grid: tuple[int, int] = (2, 2), seed: int = 0
-) -> Images:
+) -> LabelledImages:
     """Cut square crops at random places out of scikit-learn's two photographs; classify them by place.
 
     A class is a photograph and a cell of the grid that divides the possible places of a crop, so all
@@ -208,7 +208,7 @@ def photograph_crops(
     ]
     cells = (which * grid[0] + top * grid[0] // ranges[1]) * grid[1] + left * grid[1] // ranges[2]
     pixels = torch.stack(crops)
-    return Images(_photograph_source(pixels), pixels, cells, _class_names(grid))
+    return LabelledImages(_photograph_source(pixels), pixels, cells, _class_names(grid))
 
 
 def _stdlib_files(root: Path) -> list[Path]:
@@ -235,8 +235,8 @@ def _photographs() -> Tensor:
     return torch.tensor(np.stack(images)).permute(0, 3, 1, 2).contiguous()
 
 
-def _photograph_source(pixels: Tensor) -> Source:
-    return Source(
+def _photograph_source(pixels: Tensor) -> DataSource:
+    return DataSource(
         name="scikit-learn sample photographs",
         content=f"{len(pixels)} crops of {pixels.shape[-1]} pixels of china.jpg and flower.jpg",
         nbytes=pixels.nbytes,

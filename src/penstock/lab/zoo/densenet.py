@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.core.errors import ConfigError
-from penstock.lab.zoo.base import Entry, VisionConfig, VisionNetwork, Window, check_image_size
+from penstock.lab.zoo.base import (
+    ImageWindow,
+    VisionConfig,
+    VisionNetwork,
+    ZooEntry,
+    check_image_size,
+)
 from penstock.lab.zoo.weights import kaiming_
 
 _PUBLISHED: dict[int, dict[str, Any]] = {
@@ -32,7 +38,7 @@ _PUBLISHED: dict[int, dict[str, Any]] = {
     201: {"blocks": (6, 12, 48, 32)},
     264: {"blocks": (6, 12, 64, 48)},
 }
-_IMAGENET_STEM = (Window(7, 2, 3), Window(3, 2, 1))
+_IMAGENET_STEM = (ImageWindow(7, 2, 3), ImageWindow(3, 2, 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +63,7 @@ class DenseNetConfig(VisionConfig):
         if self.stem not in ("imagenet", "cifar"):
             raise ConfigError(f"DenseNetConfig: stem={self.stem!r} is not 'imagenet' or 'cifar'")
         stem = _IMAGENET_STEM if self.stem == "imagenet" else ()
-        check_image_size(self, (*stem, *(Window(2, 2),) * (len(self.blocks) - 1)))
+        check_image_size(self, (*stem, *(ImageWindow(2, 2),) * (len(self.blocks) - 1)))
 
 
 class DenseLayer(nn.Module):
@@ -139,7 +145,7 @@ def _transition(before: int, after: int, inplace: bool) -> nn.Module:
     )
 
 
-def parse(name: str) -> Entry | None:
+def parse(name: str) -> ZooEntry | None:
     """Return the entry of ``densenet<depth>`` or ``densenet-bc-<depth>-<growth>``, else ``None``.
 
     Raises:
@@ -152,7 +158,7 @@ def parse(name: str) -> Entry | None:
     return None
 
 
-def _imagenet(name: str, depth: int) -> Entry:
+def _imagenet(name: str, depth: int) -> ZooEntry:
     if depth in _PUBLISHED:
         return _entry(_PUBLISHED[depth])
     rest = (depth - 5) // 2 - 18
@@ -163,7 +169,7 @@ def _imagenet(name: str, depth: int) -> Entry:
     return _entry({"blocks": (6, 12, rest - rest * 2 // 5, rest * 2 // 5)})
 
 
-def _cifar(name: str, depth: int, growth: int) -> Entry:
+def _cifar(name: str, depth: int, growth: int) -> ZooEntry:
     count, rest = divmod(depth - 4, 6)
     if count < 1 or rest or growth < 1:
         raise ConfigError(
@@ -181,9 +187,9 @@ def _cifar(name: str, depth: int, growth: int) -> Entry:
     )
 
 
-def _entry(full: dict[str, Any]) -> Entry:
+def _entry(full: dict[str, Any]) -> ZooEntry:
     blocks: tuple[int, ...] = full["blocks"]
-    return Entry(
+    return ZooEntry(
         network=DenseNet,
         config=DenseNetConfig,
         full=full,

@@ -15,15 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.core.errors import ConfigError
-from penstock.lab.zoo.base import Entry, VisionConfig, VisionNetwork, Window, check_image_size
+from penstock.lab.zoo.base import (
+    ImageWindow,
+    VisionConfig,
+    VisionNetwork,
+    ZooEntry,
+    check_image_size,
+)
 from penstock.lab.zoo.weights import truncated_
 
 _WINDOWS = (
-    Window(7, 2, 3),
-    Window(3, 2, 0, True),
-    Window(3, 2, 0, True),
-    Window(3, 2, 0, True),
-    Window(2, 2, 0, True),
+    ImageWindow(7, 2, 3),
+    ImageWindow(3, 2, 0, True),
+    ImageWindow(3, 2, 0, True),
+    ImageWindow(3, 2, 0, True),
+    ImageWindow(2, 2, 0, True),
 )
 _AUX_WEIGHT = 0.3  # of each auxiliary loss, as in the paper
 
@@ -198,7 +204,7 @@ class GoogLeNet(VisionNetwork):
 
 
 ENTRIES = {
-    "googlenet": Entry(
+    "googlenet": ZooEntry(
         network=GoogLeNet,
         config=GoogLeNetConfig,
         tiny={"image_size": 64, "num_classes": 10, "divisor": 8},

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.lab.zoo.base import IGNORE, Entry, LanguageConfig, LanguageNetwork, Setting
+from penstock.lab.zoo.base import IGNORE, LanguageConfig, LanguageNetwork, Setting, ZooEntry
 from penstock.lab.zoo.weights import gaussian_
 
 
@@ -99,7 +99,7 @@ class NeoAttention(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):
     """Attention, then an MLP; each reads the normalised stream and adds to it."""
 
     def __init__(self, config: GPT2Config | GPTNeoConfig, attention: nn.Module) -> None:
@@ -129,7 +129,7 @@ class CausalTransformer(LanguageNetwork):
         self.tokens = nn.Embedding(config.vocab_size, config.width)
         self.positions = nn.Embedding(config.sequence_length, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, attention) for attention in attentions)
+        self.blocks = nn.ModuleList(GptBlock(config, attention) for attention in attentions)
         self.norm = nn.LayerNorm(config.width)
         gaussian_(self, std=config.init_std)
 
@@ -193,12 +193,12 @@ def local_window(tokens: Tensor, window: int) -> Tensor:
 _TINY = {"vocab_size": 320, "sequence_length": 64, "depth": 2, "width": 64, "heads": 4}
 
 
-def _neo(**full: Setting) -> Entry:
-    return Entry(network=GPTNeo, config=GPTNeoConfig, full=full, tiny={**_TINY, "window": 16})
+def _neo(**full: Setting) -> ZooEntry:
+    return ZooEntry(network=GPTNeo, config=GPTNeoConfig, full=full, tiny={**_TINY, "window": 16})
 
 
 ENTRIES = {
-    "gpt2": Entry(network=GPT2, config=GPT2Config, tiny=_TINY),
+    "gpt2": ZooEntry(network=GPT2, config=GPT2Config, tiny=_TINY),
     "gpt-neo-125m": _neo(),
     "gpt-neo-1.3b": _neo(depth=24, width=2048, heads=16),
     "gpt-neo-2.7b": _neo(depth=32, width=2560, heads=20),

@@ -13,10 +13,22 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from penstock.core.errors import ConfigError
-from penstock.lab.zoo.base import Entry, VisionConfig, VisionNetwork, Window, check_image_size
+from penstock.lab.zoo.base import (
+    ImageWindow,
+    VisionConfig,
+    VisionNetwork,
+    ZooEntry,
+    check_image_size,
+)
 from penstock.lab.zoo.weights import gaussian_, kaiming_
 
-_WINDOWS = (Window(11, 4), Window(2, 2), Window(5, 1), Window(2, 2), Window(2, 2))
+_WINDOWS = (
+    ImageWindow(11, 4),
+    ImageWindow(2, 2),
+    ImageWindow(5, 1),
+    ImageWindow(2, 2),
+    ImageWindow(2, 2),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +112,7 @@ def _classifier(config: OverFeatConfig, width: int) -> nn.Sequential:
 
 
 ENTRIES = {
-    "overfeat": Entry(
+    "overfeat": ZooEntry(
         network=OverFeat,
         config=OverFeatConfig,
         tiny={

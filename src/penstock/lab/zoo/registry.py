@@ -18,11 +18,11 @@ from penstock.lab.zoo import (
     senet,
     vgg,
 )
-from penstock.lab.zoo.base import Config, Entry, Network, Setting
+from penstock.lab.zoo.base import Config, Network, Setting, ZooEntry
 
 Size = Literal["full", "tiny"]
 
-_ENTRIES: Final[dict[str, Entry]] = {
+_ENTRIES: Final[dict[str, ZooEntry]] = {
     **alexnet.ENTRIES,
     **overfeat.ENTRIES,
     **googlenet.ENTRIES,
@@ -30,7 +30,7 @@ _ENTRIES: Final[dict[str, Entry]] = {
     **bert.ENTRIES,
     **gpt.ENTRIES,
 }
-_PARSERS: Final[tuple[Callable[[str], Entry | None], ...]] = (
+_PARSERS: Final[tuple[Callable[[str], ZooEntry | None], ...]] = (
     vgg.parse,
     resnet.parse_published,
     resnet_cifar.parse,
@@ -110,7 +110,7 @@ def build(name: str, *, size: Size = "full", **overrides: Setting) -> Network:
     return entry.network(entry.configure(name, size, overrides))
 
 
-def _entry(name: str) -> Entry:
+def _entry(name: str) -> ZooEntry:
     if name in _ENTRIES:
         return _ENTRIES[name]
     for parse in _PARSERS:

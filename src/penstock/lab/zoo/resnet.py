@@ -17,7 +17,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from penstock.core.errors import ConfigError
-from penstock.lab.zoo.base import Entry, VisionConfig, VisionNetwork
+from penstock.lab.zoo.base import VisionConfig, VisionNetwork, ZooEntry
 from penstock.lab.zoo.weights import kaiming_
 
 BlockKind = Literal["basic", "bottleneck"]
@@ -142,13 +142,13 @@ class ResNet(VisionNetwork):
         return logits
 
 
-def parse_published(name: str) -> Entry | None:
+def parse_published(name: str) -> ZooEntry | None:
     """Return the entry of ``resnet18``, ``34``, ``50``, ``101`` or ``152``; ``None`` for other names."""
     depth = depth_of(name)
     return _entry(*_PUBLISHED[depth]) if depth in _PUBLISHED else None
 
 
-def parse_stretched(name: str) -> Entry | None:
+def parse_stretched(name: str) -> ZooEntry | None:
     """Return the entry of ``resnet<3m+2>`` above 152; ``None`` for other names."""
     depth = depth_of(name)
     total, rest = divmod(depth - 2, 3)
@@ -164,8 +164,8 @@ def depth_of(name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _entry(block: BlockKind, blocks: tuple[int, ...]) -> Entry:
-    return Entry(
+def _entry(block: BlockKind, blocks: tuple[int, ...]) -> ZooEntry:
+    return ZooEntry(
         network=ResNet,
         config=ResNetConfig,
         full={"block": block, "blocks": blocks},

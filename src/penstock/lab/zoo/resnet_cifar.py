@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.core.errors import ConfigError
-from penstock.lab.zoo.base import Entry, VisionConfig, VisionNetwork
+from penstock.lab.zoo.base import VisionConfig, VisionNetwork, ZooEntry
 from penstock.lab.zoo.resnet import BlockKind, depth_of
 from penstock.lab.zoo.weights import kaiming_
 
@@ -146,7 +146,7 @@ class CifarResNet(VisionNetwork):
         return logits
 
 
-def parse(name: str) -> Entry | None:
+def parse(name: str) -> ZooEntry | None:
     """Return the entry of ``resnet<9n+2>`` or a published ``resnet<6n+2>``; ``None`` for other names."""
     depth = depth_of(name)
     if depth in _BASIC_DEPTHS:
@@ -155,8 +155,8 @@ def parse(name: str) -> Entry | None:
     return _entry("bottleneck", count) if count >= 1 and not rest else None
 
 
-def _entry(block: BlockKind, count: int) -> Entry:
-    return Entry(
+def _entry(block: BlockKind, count: int) -> ZooEntry:
+    return ZooEntry(
         network=CifarResNet,
         config=CifarResNetConfig,
         full={"block": block, "blocks": (count,) * 3},

@@ -12,10 +12,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from penstock.core.errors import ConfigError
-from penstock.lab.zoo.base import Entry, VisionConfig, VisionNetwork, Window, check_image_size
+from penstock.lab.zoo.base import (
+    ImageWindow,
+    VisionConfig,
+    VisionNetwork,
+    ZooEntry,
+    check_image_size,
+)
 from penstock.lab.zoo.weights import kaiming_
 
-_STEM = (Window(3, 2, 1), Window(3, 2, 0, ceil=True))
+_STEM = (ImageWindow(3, 2, 1), ImageWindow(3, 2, 0, ceil=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +67,7 @@ class Gate(nn.Module):
         return x * gate
 
 
-class Block(nn.Module):
+class SenetBlock(nn.Module):
     """A 1x1, a grouped 3x3 and a 1x1 convolution, and a gate, beside a shortcut."""
 
     def __init__(self, config: SENetConfig, before: int, width: int, *, stride: int) -> None:
@@ -111,7 +117,7 @@ class SENet(VisionNetwork):
             blocks: list[nn.Module] = []
             for i in range(count):
                 stride = 2 if stage and not i else 1
-                blocks.append(Block(config, before, width, stride=stride))
+                blocks.append(SenetBlock(config, before, width, stride=stride))
                 before = 4 * width
             stages.append(nn.Sequential(*blocks))
             width *= 2
@@ -142,7 +148,7 @@ def _stem(config: SENetConfig) -> nn.Sequential:
 
 
 ENTRIES = {
-    "senet154": Entry(
+    "senet154": ZooEntry(
         network=SENet,
         config=SENetConfig,
         tiny={

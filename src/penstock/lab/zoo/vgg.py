@@ -18,10 +18,16 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from penstock.core.errors import ConfigError
-from penstock.lab.zoo.base import Entry, VisionConfig, VisionNetwork, Window, check_image_size
+from penstock.lab.zoo.base import (
+    ImageWindow,
+    VisionConfig,
+    VisionNetwork,
+    ZooEntry,
+    check_image_size,
+)
 from penstock.lab.zoo.weights import kaiming_, near_identity_
 
-_WINDOWS = (Window(2, 2),) * 5
+_WINDOWS = (ImageWindow(2, 2),) * 5
 _GROUPS = {
     11: (1, 1, 2, 2, 2),
     13: (2, 2, 2, 2, 2),
@@ -107,7 +113,7 @@ def _classifier(config: VGGConfig) -> nn.Sequential:
     )
 
 
-def parse(name: str) -> Entry | None:
+def parse(name: str) -> ZooEntry | None:
     """Return the entry of ``vgg11``, ``13``, ``16``, ``19`` or ``vgg<16+5k>``, else ``None``.
 
     Raises:
@@ -127,8 +133,8 @@ def parse(name: str) -> Entry | None:
     return _entry(convs=_GROUPS[16], extra=extra)
 
 
-def _entry(convs: tuple[int, ...], extra: int) -> Entry:
-    return Entry(
+def _entry(convs: tuple[int, ...], extra: int) -> ZooEntry:
+    return ZooEntry(
         network=VGG,
         config=VGGConfig,
         full={"convs": convs, "extra": extra},

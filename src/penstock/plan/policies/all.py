@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.plan.assemble import assemble
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.explain import why_no_room
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import place
@@ -13,11 +13,11 @@ from penstock.plan.profile import Profile
 
 def offload_all(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """Offload every slot, earliest saved first if the tiers fill up."""
-    case = Case(profile, machine, budgets)
+    case = PlanningProblem(profile, machine, budgets)
     return assemble("all", case, choose(case), lambda _: why_no_room(case))
 
 
-def choose(case: Case) -> Choice:
+def choose(case: PlanningProblem) -> Choice:
     """Return the choice that offloads everything, as far as there is room."""
     case = case.fitted()
     return case.offload(dict(enumerate(place(list(case.groups), case.budgets))))

@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from penstock.plan.assemble import assemble
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.convolution import frugal
 from penstock.plan.machine import Budgets, Machine
-from penstock.plan.mixing import Mixing
+from penstock.plan.mixing import Mixture
 from penstock.plan.placement import place
 from penstock.plan.plan import Plan
 from penstock.plan.policies import (
@@ -43,7 +43,7 @@ from penstock.plan.profile import Profile
 from penstock.plan.search import Search
 
 
-def _all(case: Case) -> Choice:
+def _all(case: PlanningProblem) -> Choice:
     """Choose as ``all``, but keep storages that something else keeps alive: offloading frees nothing."""
     case = case.fitted()
     order = sorted(case.movable)
@@ -51,7 +51,7 @@ def _all(case: Case) -> Choice:
     return case.offload(dict(zip(order, tiers, strict=True)))
 
 
-def _keep(case: Case) -> Choice:
+def _keep(case: PlanningProblem) -> Choice:
     lean = case.with_limits(case.leanest)
     if not lean.fits(lean.offload({})):  # then it does not fit with larger workspaces either
         return lean.offload({})
@@ -63,7 +63,7 @@ _FOR_SETS: Final = 0.5
 _FOR_NEIGHBOURS: Final = 0.8
 """Fraction of the search work after which no further neighbours of the best set are tried."""
 
-OTHERS: Final[tuple[Callable[[Case], Choice], ...]] = (
+OTHERS: Final[tuple[Callable[[PlanningProblem], Choice], ...]] = (
     ranked.choose,
     lifetime.choose,
     flashneuron.choose,
@@ -81,14 +81,14 @@ _QUICK: Final = 4
 
 def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """Return the best plan that a short search finds."""
-    case = Case(profile, machine, budgets, split=True)
+    case = PlanningProblem(profile, machine, budgets, split=True)
     if ranked.everything_fits(case):
         why = ranked.why_everything_fits(case)
         return assemble("auto", case, case.offload({}), lambda _: why)
     return assemble("auto", case, choose(case))
 
 
-def choose(case: Case) -> Choice:
+def choose(case: PlanningProblem) -> Choice:
     """Return the choice for a planning problem in which not everything fits."""
     search = Search(case)
     small = case
@@ -105,7 +105,7 @@ def choose(case: Case) -> Choice:
 
 
 def _choices(
-    policies: Sequence[Callable[[Case], Choice]], cases: Sequence[Case]
+    policies: Sequence[Callable[[PlanningProblem], Choice]], cases: Sequence[PlanningProblem]
 ) -> Iterator[Choice]:
     """Yield the policies' choices; if one splits a convolution, also the choice without splitting."""
     for choose_one in policies:
@@ -113,12 +113,12 @@ def _choices(
             choice = choose_one(case)
             yield choice
             if any(one.parts > 1 for one in choice.lean):
-                yield choose_one(Case(case.given, case.machine, case.budgets))
+                yield choose_one(PlanningProblem(case.given, case.machine, case.budgets))
 
 
-def mix(case: Case, search: Search) -> None:
+def mix(case: PlanningProblem, search: Search) -> None:
     """Try choices that recompute sets of modules and offload the rest; then neighbours of the best."""
-    mixing = Mixing(case)
+    mixing = Mixture(case)
     for recomputed in mixing.sets():
         if search.done or search.spent(_FOR_SETS):
             break

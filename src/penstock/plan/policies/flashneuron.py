@@ -26,7 +26,7 @@ from operator import itemgetter
 from typing import Final
 
 from penstock.plan.assemble import assemble
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.explain import why_kept
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import first_true, fitting
@@ -39,14 +39,14 @@ MIN_BYTES: Final = 2**20
 
 def flashneuron(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """Offload to flash as much as can be written during forward, preferring compressible slots."""
-    case = Case(profile, machine, budgets)
+    case = PlanningProblem(profile, machine, budgets)
     notes = [] if budgets.flash_bytes else ["no flash budget: host memory takes its place"]
     if not any(group.codecs for group in case.groups):
         notes.append("no slot was sampled for compression: phase 2 has nothing to choose")
     return assemble("flashneuron", case, choose(case), why_kept, notes=notes)
 
 
-def choose(case: Case) -> Choice:
+def choose(case: PlanningProblem) -> Choice:
     """Return the policy's choice for a planning problem."""
     case = case.fitted()
     tier = case.main_tier
@@ -58,7 +58,7 @@ def choose(case: Case) -> Choice:
 
 
 class _Scheduler:
-    def __init__(self, case: Case, tier: str) -> None:
+    def __init__(self, case: PlanningProblem, tier: str) -> None:
         self._case = case
         self._tier = tier
         groups = case.groups

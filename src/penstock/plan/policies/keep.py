@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.plan.assemble import assemble
-from penstock.plan.case import Case
+from penstock.plan.case import PlanningProblem
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
@@ -11,6 +11,6 @@ from penstock.plan.profile import Profile
 
 def keep(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """Offload nothing, whatever the budget."""
-    case = Case(profile, machine, budgets)
+    case = PlanningProblem(profile, machine, budgets)
     case = case.fitted([""] * len(case.groups))
     return assemble("keep", case, case.offload({}), lambda _: "policy keep: everything stays")

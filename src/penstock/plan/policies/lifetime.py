@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.plan.assemble import assemble
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.encoding import cost_s
 from penstock.plan.explain import why_kept
 from penstock.plan.machine import Budgets, Machine
@@ -26,11 +26,11 @@ _BISECTIONS: Final = 12
 
 def lifetime(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """Offload the largest and longest idle slots, as few as possible, over both tiers."""
-    case = Case(profile, machine, budgets)
+    case = PlanningProblem(profile, machine, budgets)
     return assemble("lifetime", case, choose(case), why_kept)
 
 
-def choose(case: Case) -> Choice:
+def choose(case: PlanningProblem) -> Choice:
     """Return the policy's choice for a planning problem."""
     case = case.fitted()
     order = rank(case)
@@ -38,7 +38,7 @@ def choose(case: Case) -> Choice:
     return spread(case, order[:count])
 
 
-def rank(case: Case) -> list[int]:
+def rank(case: PlanningProblem) -> list[int]:
     """Return groups by bytes x idle time, largest first; those that were never needed last."""
     groups = case.groups
     order = sorted(
@@ -47,7 +47,9 @@ def rank(case: Case) -> list[int]:
     return fitting(order, groups, case.budgets)
 
 
-def spread(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -> Choice:
+def spread(
+    case: PlanningProblem, chosen: Sequence[int], recomputed: tuple[str, ...] = ()
+) -> Choice:
     """Offload these groups over both tiers, in the order in which they are saved."""
     dropped = case.dropped(case.offload({}, recomputed))
     machine = case.machine
@@ -71,7 +73,7 @@ def spread(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) 
     return case.offload(tiers, recomputed)
 
 
-def paced(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -> Choice:
+def paced(case: PlanningProblem, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -> Choice:
     """Offload these groups over both tiers so that flash is always busy and host memory does not run out.
 
     A group goes to flash if its write ends within a limit, else to host memory. The smallest limit with
@@ -90,7 +92,9 @@ def paced(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -
     return case.offload(_paced(case, gone, high_s)[0], recomputed)
 
 
-def _paced(case: Case, gone: Sequence[int], limit_s: float) -> tuple[dict[int, str], bool]:
+def _paced(
+    case: PlanningProblem, gone: Sequence[int], limit_s: float
+) -> tuple[dict[int, str], bool]:
     """Return the tier of each group, and True if host memory lacked room for one of them."""
     room = {"host": case.budgets.host_bytes, "flash": case.budgets.flash_bytes}
     tiers: dict[int, str] = {}

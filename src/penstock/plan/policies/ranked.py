@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from penstock.core.config import UNLIMITED
 from penstock.core.units import format_bytes
 from penstock.plan.assemble import assemble
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.encoding import SlotCodecs, cost_s, round_trip_s
 from penstock.plan.explain import why_kept
 from penstock.plan.machine import Budgets, Machine
@@ -44,38 +44,40 @@ WINDOW_SHARE = 4
 
 def ranked(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """Offload as little as possible within the budget, the longest idle first."""
-    case = Case(profile, machine, budgets)
+    case = PlanningProblem(profile, machine, budgets)
     if everything_fits(case):
         return assemble("ranked", case, case.offload({}), lambda _: why_everything_fits(case))
     return assemble("ranked", case, choose(case), why_kept)
 
 
-def everything_fits(case: Case) -> bool:
+def everything_fits(case: PlanningProblem) -> bool:
     """Return True if everything can be kept."""
     return case.profile.peak_saved_bytes <= case.budgets.device_bytes
 
 
-def why_everything_fits(case: Case) -> str:
+def why_everything_fits(case: PlanningProblem) -> str:
     """Return the reason for keeping everything."""
     budget = case.budgets.device_bytes
     limit = "no budget" if budget >= UNLIMITED else f"a budget of {format_bytes(budget)}"
     return f"fits: everything saved is {format_bytes(case.profile.peak_saved_bytes)}, with {limit}"
 
 
-def choose(case: Case) -> Choice:
+def choose(case: PlanningProblem) -> Choice:
     """Return the choice that offloads the shortest sufficient prefix of the ranking."""
     case = case.fitted()
     order = rank(case)
     return offload_first(case, order[: enough(case, order)])
 
 
-def enough(case: Case, order: Sequence[int], recomputed: tuple[str, ...] = ()) -> int:
+def enough(case: PlanningProblem, order: Sequence[int], recomputed: tuple[str, ...] = ()) -> int:
     """Return how many of an order must be offloaded so that the rest and a good window fit."""
     codecs = _codecs(case, order)
     return first_true(len(order), lambda k: _fits(case, order[:k], recomputed, codecs))
 
 
-def offload_first(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -> Choice:
+def offload_first(
+    case: PlanningProblem, chosen: Sequence[int], recomputed: tuple[str, ...] = ()
+) -> Choice:
     """Offload these groups except recomputed ones, the soonest needed to host memory."""
     dropped = case.dropped(case.offload({}, recomputed))
     gone = [g for g in chosen if g not in dropped]
@@ -83,14 +85,14 @@ def offload_first(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...]
     return case.offload(dict(zip(gone, tiers, strict=True)), recomputed)
 
 
-def rank(case: Case) -> list[int]:
+def rank(case: PlanningProblem) -> list[int]:
     """Return candidates, best first; the ranking is the same for every device budget."""
     bound = _channel_bound(case)
     order = sorted(case.movable, key=lambda g: (*_rank_key(case, g, bound=bound), g))
     return fitting(order, case.groups, case.budgets, encoded=True)
 
 
-def _rank_key(case: Case, g: int, *, bound: bool) -> tuple[int, float, float]:
+def _rank_key(case: PlanningProblem, g: int, *, bound: bool) -> tuple[int, float, float]:
     group, machine, tier = case.groups[g], case.machine, case.main_tier
     if group.idle_ns is None:
         return 2, 0.0, 0.0
@@ -103,7 +105,7 @@ def _rank_key(case: Case, g: int, *, bound: bool) -> tuple[int, float, float]:
     return int(late), -freed_per_s * idle_s, 0.0
 
 
-def _channel_bound(case: Case) -> bool:
+def _channel_bound(case: PlanningProblem) -> bool:
     """Return True if moving everything unencoded would take longer than the network, either way."""
     write, read = case.machine.bytes_per_s(case.main_tier)
     passes, nbytes = case.profile.passes, case.profile.saved_bytes
@@ -112,14 +114,14 @@ def _channel_bound(case: Case) -> bool:
     return nbytes / write > forward_ns / 1e9 or nbytes / read > backward_ns / 1e9
 
 
-def _codecs(case: Case, chosen: Sequence[int]) -> SlotCodecs:
+def _codecs(case: PlanningProblem, chosen: Sequence[int]) -> SlotCodecs:
     """Return the codecs that pay for each slot by itself, whatever else is offloaded."""
     samples = ((g, case.best_samples[g]) for g in chosen)
     return {i: sample for g, sample in samples if sample for i in case.groups[g].indices}
 
 
 def _fits(
-    case: Case, chosen: Sequence[int], recomputed: tuple[str, ...], codecs: SlotCodecs
+    case: PlanningProblem, chosen: Sequence[int], recomputed: tuple[str, ...], codecs: SlotCodecs
 ) -> bool:
     """Return True if the kept slots and a good window fit; monotone in the budget."""
     if not recomputed and case.lacks(chosen):

@@ -18,22 +18,22 @@ import math
 from collections.abc import Iterator
 
 from penstock.plan.assemble import assemble
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.explain import why_kept
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import first_true
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
-from penstock.plan.together import Module
+from penstock.plan.together import RecomputableModule
 
 
 def recompute(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """Recompute as few modules as possible within the budget."""
-    case = Case(profile, machine, budgets)
+    case = PlanningProblem(profile, machine, budgets)
     return assemble("recompute", case, choose(case), why_kept, notes=_notes(case))
 
 
-def choose(case: Case) -> Choice:
+def choose(case: PlanningProblem) -> Choice:
     """Return the policy's choice for a planning problem.
 
     Workspaces are limited as if everything were offloaded; if nothing fits then, all of them are removed,
@@ -45,29 +45,29 @@ def choose(case: Case) -> Choice:
     return min(options, key=lambda one: (_need_bytes(case, one), recompute_ns(case, one)))
 
 
-def _options(case: Case) -> list[Choice]:
+def _options(case: PlanningProblem) -> list[Choice]:
     return [case.offload({}), sublinear(case), *cost_aware(case)]
 
 
-def _need_bytes(case: Case, choice: Choice) -> int:
+def _need_bytes(case: PlanningProblem, choice: Choice) -> int:
     """Return the bytes that a choice needs, or the budget if that is more."""
     hard_bytes = case.with_limits(choice.lean).residency(choice).hard_bytes
     return max(case.budgets.device_bytes, hard_bytes)
 
 
-def recompute_ns(case: Case, choice: Choice) -> int:
+def recompute_ns(case: PlanningProblem, choice: Choice) -> int:
     """Return the recomputation time of a choice, over all passes."""
     modules = case.with_limits(choice.lean).recomputing.modules
     return sum(modules[path].forward_ns for path in choice.recomputed)
 
 
-def sublinear(case: Case) -> Choice:
+def sublinear(case: PlanningProblem) -> Choice:
     """Return the choice that recomputes every segment of about the square root of the saved bytes."""
     limit = case.profile.saved_bytes / math.sqrt(max(1, len(case.groups)))
     return case.offload({}, (one.path for one in case.recomputing.antichain(limit)))
 
 
-def cost_aware(case: Case) -> Iterator[Choice]:
+def cost_aware(case: PlanningProblem) -> Iterator[Choice]:
     """Yield for each size of segments, and for recipes, the choice that recomputes as few as possible."""
     for modules in compatible_sets(case):
         order = by_worth(modules)
@@ -75,7 +75,7 @@ def cost_aware(case: Case) -> Iterator[Choice]:
         yield _fewest(case, order) if case.fits(everything) else everything
 
 
-def _fewest(case: Case, order: list[str]) -> Choice:
+def _fewest(case: PlanningProblem, order: list[str]) -> Choice:
     def fits(count: int) -> bool:
         choice = case.offload({}, order[:count])
         return not case.lacks(case.dropped(choice)) and case.fits(choice)
@@ -83,7 +83,7 @@ def _fewest(case: Case, order: list[str]) -> Choice:
     return case.offload({}, order[: first_true(len(order), fits)])
 
 
-def compatible_sets(case: Case) -> Iterator[list[Module]]:
+def compatible_sets(case: PlanningProblem) -> Iterator[list[RecomputableModule]]:
     """Yield sets that can be recomputed together: modules of each size, recipes, and both."""
     recomputing = case.recomputing
     recipes = recomputing.recipes()
@@ -97,7 +97,7 @@ def compatible_sets(case: Case) -> Iterator[list[Module]]:
             yield modules + beside
 
 
-def sizes(case: Case) -> list[float]:
+def sizes(case: PlanningProblem) -> list[float]:
     """Return size limits of segments: successive halves of the largest, down to the smallest."""
     modules = case.recomputing.sizes
     least = min(modules, default=0)
@@ -109,12 +109,12 @@ def sizes(case: Case) -> list[float]:
     return found
 
 
-def by_worth(modules: list[Module]) -> list[str]:
+def by_worth(modules: list[RecomputableModule]) -> list[str]:
     """Sort modules by bytes freed per second of recomputation, most first."""
     return [one.path for one in sorted(modules, key=lambda one: (-one.worth, one.path))]
 
 
-def _notes(case: Case) -> tuple[str, ...]:
+def _notes(case: PlanningProblem) -> tuple[str, ...]:
     if case.recomputing.modules:
         return ()
     return ("the profile has no module that can be recomputed: nothing is recomputed",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.plan.assemble import assemble
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.explain import why_kept
 from penstock.plan.layers import Layer, prefetch_search
 from penstock.plan.machine import Budgets, Machine
@@ -13,11 +13,11 @@ from penstock.plan.profile import Profile
 
 def vdnn_all(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """Offload every layer's X; fastest convolutions, or memory-optimal ones if those do not fit."""
-    case = Case(profile, machine, budgets)
+    case = PlanningProblem(profile, machine, budgets)
     return assemble("vdnn-all", case, choose(case), why_kept, notes=tier_notes(case))
 
 
-def choose(case: Case) -> Choice:
+def choose(case: PlanningProblem) -> Choice:
     """Return the policy's choice for a planning problem."""
     return fastest_or_lean(case, every_map(case.layers))
 
@@ -27,7 +27,7 @@ def every_map(layers: list[Layer]) -> list[int]:
     return [g for layer in layers for g in layer.groups]
 
 
-def fastest_or_lean(case: Case, wanted: list[int]) -> Choice:
+def fastest_or_lean(case: PlanningProblem, wanted: list[int]) -> Choice:
     """Offload these maps, with performance-optimal convolutions (p), or memory-optimal ones (m)."""
     choice = offload_maps(case, wanted)
     if case.fits(choice):
@@ -35,7 +35,7 @@ def fastest_or_lean(case: Case, wanted: list[int]) -> Choice:
     return offload_maps(case.with_limits(case.leanest), wanted)
 
 
-def offload_maps(case: Case, wanted: list[int]) -> Choice:
+def offload_maps(case: PlanningProblem, wanted: list[int]) -> Choice:
     """Offload these maps, in the order of forward as far as the tier has room; prefetch by the search.
 
     vDNN's tier is host memory. If it has no budget, flash takes its place.
@@ -51,14 +51,14 @@ def offload_maps(case: Case, wanted: list[int]) -> Choice:
     return Choice(choice.tiers, lean=choice.lean, prefetch=searched, samples={})
 
 
-def tier_notes(case: Case) -> tuple[str, ...]:
+def tier_notes(case: PlanningProblem) -> tuple[str, ...]:
     """Return a note if the tier is not the paper's."""
     if _tier(case)[0] == "flash":
         return ("no host budget: flash takes the place of vDNN's host memory",)
     return ()
 
 
-def _tier(case: Case) -> tuple[str, int]:
+def _tier(case: PlanningProblem) -> tuple[str, int]:
     if case.budgets.host_bytes or not case.budgets.flash_bytes:
         return "host", case.budgets.host_bytes
     return "flash", case.budgets.flash_bytes

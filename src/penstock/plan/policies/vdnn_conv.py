@@ -6,7 +6,7 @@ Convolutions compute longest, so they hide the copy best.
 from __future__ import annotations
 
 from penstock.plan.assemble import assemble
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.explain import why_kept
 from penstock.plan.layers import Layer
 from penstock.plan.machine import Budgets, Machine
@@ -17,11 +17,11 @@ from penstock.plan.profile import Profile
 
 def vdnn_conv(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """Offload convolutions' X; fastest convolutions, or memory-optimal ones if those do not fit."""
-    case = Case(profile, machine, budgets)
+    case = PlanningProblem(profile, machine, budgets)
     return assemble("vdnn-conv", case, choose(case), why_kept, notes=tier_notes(case))
 
 
-def choose(case: Case) -> Choice:
+def choose(case: PlanningProblem) -> Choice:
     """Return the policy's choice for a planning problem."""
     return fastest_or_lean(case, convolutions_maps(case.layers))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.plan.assemble import assemble
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.explain import why_kept
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
@@ -22,11 +22,11 @@ from penstock.plan.profile import Profile
 
 def vdnn_dyn(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """Offload as little as fits, trying configurations in vDNN's order."""
-    case = Case(profile, machine, budgets)
+    case = PlanningProblem(profile, machine, budgets)
     return assemble("vdnn-dyn", case, choose(case), why_kept, notes=tier_notes(case))
 
 
-def choose(case: Case) -> Choice:
+def choose(case: PlanningProblem) -> Choice:
     """Return the policy's choice for a planning problem."""
     choice = case.offload({})
     for choice in _configurations(case):
@@ -35,7 +35,7 @@ def choose(case: Case) -> Choice:
     return choice
 
 
-def _configurations(case: Case) -> Iterator[Choice]:
+def _configurations(case: PlanningProblem) -> Iterator[Choice]:
     yield case.offload({})
     sets = (convolutions_maps(case.layers), every_map(case.layers))
     for wanted in sets:

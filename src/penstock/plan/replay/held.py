@@ -6,7 +6,7 @@ from penstock.plan.profile import Profile
 from penstock.plan.replay.moves import Moves
 
 
-class Held:
+class HeldBytes:
     """Account of the slots' bytes on the device and in the tiers. The walk makes sure that they fit.
 
     Attributes:

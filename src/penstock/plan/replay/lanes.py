@@ -29,7 +29,7 @@ DECODE, READ, WRITE, ENCODE = range(4)
 _NEVER: Final = 1 << 200
 
 
-class Channel:
+class ReplayChannel:
     """Resource that does one job at a time; free from ``free_ns`` on."""
 
     __slots__ = ("free_ns",)
@@ -41,7 +41,7 @@ class Channel:
 _free_ns: Final = attrgetter("free_ns")
 
 
-class Lane:
+class ReplayLane:
     """A queue of jobs, each a slot by its index.
 
     Attributes:
@@ -55,11 +55,11 @@ class Lane:
 
     def __init__(
         self,
-        *uses: tuple[Channel, Sequence[int]],
+        *uses: tuple[ReplayChannel, Sequence[int]],
         precedence: int,
         done: list[int],
         latency_ns: int = 0,
-        then: list[Lane | None] | None = None,
+        then: list[ReplayLane | None] | None = None,
     ) -> None:
         """Create a lane before these channels, each with the time for which each slot occupies it.
 
@@ -147,12 +147,12 @@ class Lane:
         channel.free_ns = free_ns
 
     @property
-    def channels(self) -> tuple[Channel, ...]:
+    def channels(self) -> tuple[ReplayChannel, ...]:
         """Channels that its jobs occupy."""
         return tuple(channel for channel, _ in self._uses)
 
 
-class Lanes:
+class ReplayLanes:
     """All lanes of one machine.
 
     Args:
@@ -160,7 +160,7 @@ class Lanes:
         together: True if some of them share a channel or feed one another.
     """
 
-    def __init__(self, lanes: Sequence[Lane], *, together: bool) -> None:
+    def __init__(self, lanes: Sequence[ReplayLane], *, together: bool) -> None:
         self._lanes = lanes
         self._together = together
         self._channels = [channel for lane in lanes for channel in lane.channels]
@@ -201,10 +201,10 @@ class Lanes:
         return max(map(_free_ns, self._channels), default=0)
 
 
-class Endings:
+class LaneEnds:
     """Iterator over the ends of begun jobs of some lanes."""
 
-    def __init__(self, lanes: Lanes, those: Sequence[Lane]) -> None:
+    def __init__(self, lanes: ReplayLanes, those: Sequence[ReplayLane]) -> None:
         """Watch ``those`` of all ``lanes``; each must end its jobs in order."""
         self._lanes = lanes
         self._those = those

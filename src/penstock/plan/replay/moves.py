@@ -10,7 +10,16 @@ from penstock.plan.groups import PAGE_BYTES
 from penstock.plan.machine import Machine
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import CodecSample, Profile, SlotProfile
-from penstock.plan.replay.lanes import DECODE, ENCODE, NOT_YET, READ, WRITE, Channel, Lane, Lanes
+from penstock.plan.replay.lanes import (
+    DECODE,
+    ENCODE,
+    NOT_YET,
+    READ,
+    WRITE,
+    ReplayChannel,
+    ReplayLane,
+    ReplayLanes,
+)
 
 HOST: Final = 0
 FLASH: Final = 1
@@ -101,12 +110,12 @@ def _sample(slot: SlotProfile, decision: Decision) -> CodecSample | None:
 class Channels:
     """Lanes of a machine that a plan uses."""
 
-    lanes: Lanes
-    out: dict[int, Lane]
+    lanes: ReplayLanes
+    out: dict[int, ReplayLane]
     """Write lanes by tier. A slot that is encoded goes to ``encode`` first."""
-    back: dict[int, Lane]
-    encode: Lane | None
-    decode: Lane | None
+    back: dict[int, ReplayLane]
+    encode: ReplayLane | None
+    decode: ReplayLane | None
     written: list[int]
     """End of the write, by slot; NOT_YET or CANCELLED before it has begun."""
     arrived: list[int]
@@ -119,14 +128,21 @@ def channels_of(moves: Moves, machine: Machine) -> Channels:
     written, arrived = [NOT_YET] * count, [NOT_YET] * count
     tiers = moves.used_tiers
     coded = any(moves.encode_ns) or any(moves.decode_ns)
-    codec, link_out, link_in, flash_out = Channel(), Channel(), Channel(), Channel()
-    flash_in = flash_out if machine.flash_shared else Channel()
+    codec, link_out, link_in, flash_out = (
+        ReplayChannel(),
+        ReplayChannel(),
+        ReplayChannel(),
+        ReplayChannel(),
+    )
+    flash_in = flash_out if machine.flash_shared else ReplayChannel()
     together = coded or (FLASH in tiers and machine.flash_shared)
     together = together or (len(tiers) == 2 and machine.flash_over_link)
-    out: dict[int, Lane] = {}
-    back: dict[int, Lane] = {}
-    decode = Lane((codec, moves.decode_ns), precedence=DECODE, done=arrived) if coded else None
-    to_decode: list[Lane | None] | None = None
+    out: dict[int, ReplayLane] = {}
+    back: dict[int, ReplayLane] = {}
+    decode = (
+        ReplayLane((codec, moves.decode_ns), precedence=DECODE, done=arrived) if coded else None
+    )
+    to_decode: list[ReplayLane | None] | None = None
     if coded:
         to_decode = [decode if took else None for took in moves.decode_ns]
     for tier in sorted(tiers):
@@ -140,21 +156,21 @@ def channels_of(moves: Moves, machine: Machine) -> Channels:
                 del out_uses[0], in_uses[0]
         if not together:
             out_uses, in_uses = _merged(out_uses), _merged(in_uses)
-        out[tier] = Lane(*out_uses, precedence=WRITE, done=written, latency_ns=latency_ns)
-        back[tier] = Lane(
+        out[tier] = ReplayLane(*out_uses, precedence=WRITE, done=written, latency_ns=latency_ns)
+        back[tier] = ReplayLane(
             *in_uses, precedence=READ, done=arrived, latency_ns=latency_ns, then=to_decode
         )
     encode = None
     if coded:
-        to_tier: list[Lane | None] = [out.get(tier) for tier in moves.tier]
-        encode = Lane((codec, moves.encode_ns), precedence=ENCODE, done=written, then=to_tier)
+        to_tier: list[ReplayLane | None] = [out.get(tier) for tier in moves.tier]
+        encode = ReplayLane((codec, moves.encode_ns), precedence=ENCODE, done=written, then=to_tier)
     ordered = (decode, *back.values(), *out.values(), encode)
-    lanes = Lanes([lane for lane in ordered if lane is not None], together=together)
+    lanes = ReplayLanes([lane for lane in ordered if lane is not None], together=together)
     return Channels(lanes, out, back, encode, decode, written, arrived)
 
 
-def _merged(uses: list[tuple[Channel, list[int]]]) -> list[tuple[Channel, list[int]]]:
+def _merged(uses: list[tuple[ReplayChannel, list[int]]]) -> list[tuple[ReplayChannel, list[int]]]:
     """Merge channels that no other lane uses into one that is busy as long as the busiest of them."""
     if len(uses) == 1:
         return uses
-    return [(Channel(), list(map(max, *(times for _, times in uses))))]
+    return [(ReplayChannel(), list(map(max, *(times for _, times in uses))))]

@@ -10,7 +10,7 @@ from penstock.plan.profile import Profile
 from penstock.plan.replay.moves import OFFLOADED, Moves
 
 
-class Order:
+class NeedOrder:
     """Progress of a step in the plan's order of need.
 
     Attributes:

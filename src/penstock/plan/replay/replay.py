@@ -8,7 +8,7 @@ from penstock.plan.convolution import Limits, with_algorithms
 from penstock.plan.machine import Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
-from penstock.plan.replay.lanes import Lane
+from penstock.plan.replay.lanes import ReplayLane
 from penstock.plan.replay.moves import FLASH, HOST, Channels, Moves, channels_of, moves_of
 from penstock.plan.replay.rerun import reruns_of
 from penstock.plan.replay.result import Replayed, TierUse
@@ -86,5 +86,5 @@ def _tier_use(walk: Walk, moves: Moves, channels: Channels, tier: int) -> TierUs
     )
 
 
-def _busy_ns(lanes: Iterable[Lane | None], times: Sequence[int]) -> int:
+def _busy_ns(lanes: Iterable[ReplayLane | None], times: Sequence[int]) -> int:
     return sum(times[i] for lane in lanes if lane is not None for _, i in lane.log)

@@ -20,7 +20,7 @@ _NEVER: Final = 1 << 200
 
 
 @dataclass(slots=True, eq=False)
-class Rerun:
+class Recomputation:
     """Recomputation of one module in one pass, all of its calls together; or of one recipe."""
 
     took_ns: int = 0
@@ -38,7 +38,7 @@ class Rerun:
         return max(saved_ns, self.calls[max(0, place - 1)][1])
 
 
-def reruns_of(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, Rerun]:
+def reruns_of(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, Recomputation]:
     """Return the recomputation that makes each recomputed slot, by slot.
 
     Args:
@@ -53,7 +53,7 @@ def reruns_of(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, 
     if RECOMPUTED not in action:
         return {}
     modules = frozenset(plan.recomputed)
-    reruns: dict[tuple[str, int], Rerun] = {}
+    reruns: dict[tuple[str, int], Recomputation] = {}
     backward = _backward(profile.operators)
     before: dict[int, str | None] = {}
     for operator in sorted(profile.operators, key=lambda one: one.start_ns):
@@ -61,7 +61,7 @@ def reruns_of(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, 
             continue
         index, module = operator.pass_index, owner_of(operator.module, modules)
         if module is not None:
-            rerun = reruns.setdefault((module, index), Rerun())
+            rerun = reruns.setdefault((module, index), Recomputation())
             rerun.took_ns += operator.took_ns
             begin_ns = operator.start_ns
             if before.get(index) == module:
@@ -82,9 +82,9 @@ def reruns_of(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, 
     return found
 
 
-def _recipes(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, Rerun]:
+def _recipes(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, Recomputation]:
     """Return the recipe of each slot that is recomputed by one; see [Note: recipes]."""
-    found: dict[int, Rerun] = {}
+    found: dict[int, Recomputation] = {}
     calls: dict[tuple[str, int], list[tuple[int, int]]] | None = None
     for i, slot in enumerate(profile.slots):
         decision = plan.lookup_match(profile.match_keys[i]) if action[i] == RECOMPUTED else None
@@ -101,11 +101,13 @@ def _recipes(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, R
             )
         inputs = [slot.source] if action[slot.source] == OFFLOADED else []
         took_ns = sum(end_ns - start_ns for start_ns, end_ns in mine)
-        found[i] = Rerun(took_ns, [mine[-1]], [i], inputs)
+        found[i] = Recomputation(took_ns, [mine[-1]], [i], inputs)
     return found
 
 
-def with_drops(profile: Profile, reruns: dict[int, Rerun]) -> Sequence[tuple[int, int, int]]:
+def with_drops(
+    profile: Profile, reruns: dict[int, Recomputation]
+) -> Sequence[tuple[int, int, int]]:
     """Add events ``DROP`` to the profile's steps where recomputed slots are dropped.
 
     A drop precedes other events of its time, except the module's own saves.
@@ -157,8 +159,8 @@ def owner_of(path: str | None, modules: Collection[str]) -> str | None:
 
 
 def _maker(
-    slot: SlotProfile, modules: Collection[str], reruns: dict[tuple[str, int], Rerun]
-) -> Rerun:
+    slot: SlotProfile, modules: Collection[str], reruns: dict[tuple[str, int], Recomputation]
+) -> Recomputation:
     module = owner_of(slot.key.module, modules)
     if module is None or owner_of(slot.producer, modules) != module:
         raise PlanError(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from penstock.plan.profile import Event, Profile
-from penstock.plan.replay.lanes import Lane
+from penstock.plan.replay.lanes import ReplayLane
 from penstock.plan.replay.moves import KEPT, Channels, Moves
 from penstock.plan.replay.result import Interval, Level, Residence, Trace
 from penstock.plan.replay.walk import Walk
@@ -125,7 +125,7 @@ def _between(stalls: Iterable[Interval], end_ns: int) -> tuple[Interval, ...]:
     return tuple(found)
 
 
-def _intervals(lanes: Iterable[Lane | None], times: Sequence[int]) -> tuple[Interval, ...]:
+def _intervals(lanes: Iterable[ReplayLane | None], times: Sequence[int]) -> tuple[Interval, ...]:
     return _merged(
         *((at, at + times[i]) for lane in lanes if lane is not None for at, i in lane.log)
     )

@@ -27,12 +27,12 @@ from typing import Final
 
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Event, Profile
-from penstock.plan.replay.held import Held
+from penstock.plan.replay.held import HeldBytes
 from penstock.plan.replay.joins import JOIN, with_joins
-from penstock.plan.replay.lanes import CANCELLED, NOT_YET, Endings
+from penstock.plan.replay.lanes import CANCELLED, NOT_YET, LaneEnds
 from penstock.plan.replay.moves import OFFLOADED, RECOMPUTED, Channels, Moves
-from penstock.plan.replay.order import Order
-from penstock.plan.replay.rerun import DROP, Rerun, with_drops
+from penstock.plan.replay.order import NeedOrder
+from penstock.plan.replay.rerun import DROP, Recomputation, with_drops
 
 # States of slots that are not kept. Transfers are in flight only in WRITING, PREFETCHED and UNNEEDED.
 _NEW: Final = 0
@@ -70,7 +70,7 @@ class Walk:
         plan: Plan,
         moves: Moves,
         channels: Channels,
-        reruns: dict[int, Rerun],
+        reruns: dict[int, Recomputation],
         *,
         interference: float,
     ) -> None:
@@ -78,7 +78,7 @@ class Walk:
         self._moves = moves
         self._channels = channels
         self._lanes = channels.lanes
-        self._endings = Endings(channels.lanes, tuple(channels.out.values()))
+        self._endings = LaneEnds(channels.lanes, tuple(channels.out.values()))
         self._reruns = reruns
         self._slower = round(interference * _MILLION)
         self._slowed = False  # True if bytes may be moving, so that compute is slower
@@ -87,8 +87,8 @@ class Walk:
         self._small = profile.small_beside
         self._small_at_need = profile.small_at_need
         self._state = bytearray(len(profile.slots))
-        self.held = Held(profile, moves, plan.budgets.device_bytes)
-        self._order = Order(profile, plan, moves)
+        self.held = HeldBytes(profile, moves, plan.budgets.device_bytes)
+        self._order = NeedOrder(profile, plan, moves)
         self._prefetched: deque[int] = deque()
         self._clock_ns = 0
         self.base_ns = self.now_ns = self.computed_ns = 0
@@ -312,7 +312,7 @@ class Walk:
             self._channels.back[self._moves.tier[i]].go_first(i)
         return self._lanes.end_of(i, arrived)
 
-    def _recompute(self, rerun: Rerun, now: int) -> int:
+    def _recompute(self, rerun: Recomputation, now: int) -> int:
         state, sizes, slots = self._state, self.held.sizes, self._profile.slots
         for i in rerun.inputs:
             now = self._fetch(i, now)

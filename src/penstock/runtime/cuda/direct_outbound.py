@@ -20,7 +20,7 @@ from penstock.runtime.cuda.digest import DIGEST_BYTES, WORD_BYTES
 from penstock.runtime.cuda.lanes import Copy
 from penstock.runtime.cuda.link import Event
 from penstock.runtime.cuda.outbound import Outbound
-from penstock.runtime.cuda.pinned import Buffer
+from penstock.runtime.cuda.pinned import PinnedBlock
 from penstock.runtime.cuda.tickets import CudaTicket, Where, no_space
 from penstock.tier.base import Ticket, Tier
 
@@ -178,7 +178,7 @@ class DirectOutbound(Outbound):
             del storage
             self._settle(leaving, closed)
 
-    def _on_to_flash(self, ticket: CudaTicket, buffer: Buffer) -> None:
+    def _on_to_flash(self, ticket: CudaTicket, buffer: PinnedBlock) -> None:
         """Keep in the buffer, until it is discarded, what flash refused."""
         buffer.slab.leave(buffer)
 

@@ -50,7 +50,7 @@ from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.tickets import CudaTarget, Fill
 from penstock.runtime.encoding.jobs import ReadJob, WriteJob
 from penstock.runtime.encoding.mover import AnyEncodingMover
-from penstock.runtime.encoding.scratch import Slots
+from penstock.runtime.encoding.scratch import ScratchSlots
 from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.staging import bytes_of
 from penstock.tier.base import Tier
@@ -72,7 +72,7 @@ class FrameSlot:
     """Memory that a frame is read to."""
 
 
-class DeviceScratch(Slots):
+class DeviceScratch(ScratchSlots):
     """Device memory for frames, and for what codecs allocate; charged, and left to torch to allocate.
 
     Attributes:

@@ -13,9 +13,9 @@ from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.cuda.lanes import Copy, Direction, Lanes
+from penstock.runtime.cuda.lanes import Copy, CopyLanes, Direction
 from penstock.runtime.cuda.link import Link
-from penstock.runtime.cuda.pinned import Buffer, Slab, Waiting
+from penstock.runtime.cuda.pinned import PinnedBlock, Slab, Waiting
 from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill, Where
 from penstock.runtime.movers import RESTORED
@@ -56,7 +56,7 @@ class Inbound:
         link: Link,
         lock: Lock,
         table: StreamTable,
-        lanes: Lanes,
+        lanes: CopyLanes,
         recorder: Recorder,
         budget: Budget,
         staging: Slab | None,
@@ -155,7 +155,7 @@ class Inbound:
         elif waiting is not None and self._staging is not None:
             self._staging.promote(waiting, priority)
 
-    def buffer_found(self, read: FlashRead, buffer: Buffer | None) -> None:
+    def buffer_found(self, read: FlashRead, buffer: PinnedBlock | None) -> None:
         """For the slab, in its thread or when the session ends."""
         if self.closing:
             read.waiting = None
@@ -169,7 +169,7 @@ class Inbound:
         except Exception as error:  # noqa: BLE001  (whoever waits for the bytes gets it)
             read.transfer.settle(error)
 
-    def _fetch(self, read: FlashRead, buffer: Buffer | None) -> None:
+    def _fetch(self, read: FlashRead, buffer: PinnedBlock | None) -> None:
         """Begin to read from flash; if waiting for a buffer is in vain, to one outside the slab."""
         read.waiting = None
         if buffer is None:
@@ -191,7 +191,7 @@ class Inbound:
             inner.promote(read.priority)
         inner.add_done_callback(partial(self._fetched, read, buffer))
 
-    def _fetched(self, read: FlashRead, buffer: Buffer, inner: Transfer) -> None:
+    def _fetched(self, read: FlashRead, buffer: PinnedBlock, inner: Transfer) -> None:
         """In a worker of the engine."""
         if inner.error is not None:
             buffer.slab.leave(buffer)
@@ -205,7 +205,7 @@ class Inbound:
         self,
         ticket: CudaTicket,
         target: CudaTarget,
-        source: tuple[Buffer, int],
+        source: tuple[PinnedBlock, int],
         transfer: Transfer,
         lane: Direction,
     ) -> None:
@@ -229,7 +229,7 @@ class Inbound:
             fill.copy = copy
         transfer.settle()
 
-    def _landed(self, fill: Fill, buffer: Buffer, transfer: Transfer, copy: Copy) -> None:
+    def _landed(self, fill: Fill, buffer: PinnedBlock, transfer: Transfer, copy: Copy) -> None:
         """In the lane's thread."""
         if copy.error is None:
             fill.landed, fill.copy = True, None

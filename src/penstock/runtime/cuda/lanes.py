@@ -61,7 +61,7 @@ class Copy:
     error: BaseException | None = None
 
 
-class Lane:
+class CopyLane:
     """A stream for copies in one direction, and a thread that waits for their ends. Thread-safe.
 
     Attributes:
@@ -246,21 +246,21 @@ class Lane:
         )
 
 
-class Lanes:
+class CopyLanes:
     """The lanes of all devices, made as they are needed. Thread-safe."""
 
     def __init__(
         self, link: Link, recorder: Recorder, *, inline: bool, start_thread: StartThread
     ) -> None:
-        """Make none yet. Arguments as for :class:`Lane`."""
+        """Make none yet. Arguments as for :class:`CopyLane`."""
         self._link = link
         self._recorder = recorder
         self._inline = inline
         self._start_thread = start_thread
         self._lock = Lock()
-        self._lanes: dict[tuple[torch.device, Direction], Lane] = {}
+        self._lanes: dict[tuple[torch.device, Direction], CopyLane] = {}
 
-    def get(self, device: torch.device, direction: Direction) -> Lane:
+    def get(self, device: torch.device, direction: Direction) -> CopyLane:
         """The lane of a device in one direction."""
         lane = self._lanes.get((device, direction))
         if lane is None:
@@ -277,12 +277,12 @@ class Lanes:
     def _is_inline(self, direction: Direction) -> bool:
         return self._inline and direction not in _ALWAYS_IN_THE_THREAD
 
-    def all(self) -> tuple[Lane, ...]:
+    def all(self) -> tuple[CopyLane, ...]:
         """Those that there are."""
         return tuple(self._lanes.values())
 
     def await_landing(self) -> int:
-        """See :meth:`Lane.await_landing`, of some device's lane inwards."""
+        """See :meth:`CopyLane.await_landing`, of some device's lane inwards."""
         lanes = self._lanes.copy().items()
         inwards = [lane for (_, direction), lane in lanes if direction in _INWARDS]
         return next((nbytes for lane in inwards if (nbytes := lane.await_landing())), 0)
@@ -302,8 +302,8 @@ class Lanes:
         for lane in self.all():
             lane.close()
 
-    def _make(self, device: torch.device, direction: Direction) -> Lane:
-        lane = self._lanes[device, direction] = Lane(
+    def _make(self, device: torch.device, direction: Direction) -> CopyLane:
+        lane = self._lanes[device, direction] = CopyLane(
             self._link,
             device,
             direction,

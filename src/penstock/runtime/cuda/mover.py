@@ -61,10 +61,10 @@ from penstock.core.units import MIB, format_bytes
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.inbound import Inbound
-from penstock.runtime.cuda.lanes import Copy, Lanes, StartThread, start_daemon
+from penstock.runtime.cuda.lanes import Copy, CopyLanes, StartThread, start_daemon
 from penstock.runtime.cuda.link import Event, Link
 from penstock.runtime.cuda.outbound import Outbound
-from penstock.runtime.cuda.pinned import Buffer, Slab
+from penstock.runtime.cuda.pinned import PinnedBlock, Slab
 from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
 from penstock.runtime.movers import RESTORED, Encoding, Mover
@@ -115,7 +115,7 @@ class CudaMover(Mover):
         self._lock = Lock()
         self._table = StreamTable(link, self._lock)
         self._recorder = recorder
-        lanes = Lanes(link, recorder, inline=self._is_pinned, start_thread=start_thread)
+        lanes = CopyLanes(link, recorder, inline=self._is_pinned, start_thread=start_thread)
         self._lanes = lanes
         self._out = self._outbound(
             lock=self._lock, lanes=lanes, recorder=recorder, staging=staging, host=host
@@ -322,7 +322,7 @@ class CudaMover(Mover):
             slab.leave(buffer)
         return nbytes * 1e9 / out_ns, nbytes * 1e9 / back_ns
 
-    def _round(self, storage: torch.UntypedStorage, buffer: Buffer, *, outwards: bool) -> int:
+    def _round(self, storage: torch.UntypedStorage, buffer: PinnedBlock, *, outwards: bool) -> int:
         """Device time of one copy, in ns."""
         link = self._link
         stream = link.current_stream(self.device)
@@ -380,7 +380,7 @@ def _captured(storage: torch.UntypedStorage, label: str) -> TransferError:
     )
 
 
-def _abandon(lanes: Lanes, slabs: list[Slab]) -> None:
+def _abandon(lanes: CopyLanes, slabs: list[Slab]) -> None:
     """The mover was dropped without ``close``; nothing is under way, or it would be alive."""
     lanes.stop()
     for slab in slabs:

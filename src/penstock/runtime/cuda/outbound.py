@@ -19,9 +19,9 @@ from penstock.core.locks import Lock
 from penstock.core.units import round_up
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.cuda.lanes import Copy, Lanes
+from penstock.runtime.cuda.lanes import Copy, CopyLanes
 from penstock.runtime.cuda.link import Event
-from penstock.runtime.cuda.pinned import Buffer, Slab, Waiting
+from penstock.runtime.cuda.pinned import PinnedBlock, Slab, Waiting
 from penstock.runtime.cuda.tickets import CudaTicket, Where, no_space
 from penstock.tier.base import Ticket, Tier
 
@@ -37,7 +37,7 @@ class Outbound:
         self,
         *,
         lock: Lock,
-        lanes: Lanes,
+        lanes: CopyLanes,
         recorder: Recorder,
         staging: Slab | None,
         host: Slab | None,
@@ -76,7 +76,7 @@ class Outbound:
 
     # -- to a buffer ------------------------------------------------------------------------------
 
-    def _take_host(self, ticket: CudaTicket) -> Buffer:
+    def _take_host(self, ticket: CudaTicket) -> PinnedBlock:
         buffer = None if self._host is None else self._host.take(ticket.nbytes)
         if buffer is None:
             raise no_space(ticket, self._host, "the host tier is full; raise host_memory")
@@ -113,7 +113,7 @@ class Outbound:
         ticket.where = Where.NOWHERE
         self._fulfil(ticket)
 
-    def _staged_at_last(self, ticket: CudaTicket, copy: Copy, buffer: Buffer | None) -> None:
+    def _staged_at_last(self, ticket: CudaTicket, copy: Copy, buffer: PinnedBlock | None) -> None:
         """In the slab's thread, or when the session ends."""
         if buffer is not None:
             self._begin_copy(ticket, copy, buffer)
@@ -124,7 +124,7 @@ class Outbound:
         else:
             ticket.written.settle(no_space(ticket, self._staging, _STAGING_TAKEN))
 
-    def _begin_copy(self, ticket: CudaTicket, copy: Copy, buffer: Buffer) -> None:
+    def _begin_copy(self, ticket: CudaTicket, copy: Copy, buffer: PinnedBlock) -> None:
         with self._lock:
             ticket.where = Where.COPYING
             ticket.buffer = buffer
@@ -148,7 +148,7 @@ class Outbound:
 
     # -- from the buffer to flash -----------------------------------------------------------------
 
-    def _on_to_flash(self, ticket: CudaTicket, buffer: Buffer) -> None:
+    def _on_to_flash(self, ticket: CudaTicket, buffer: PinnedBlock) -> None:
         """The buffer is the caller's to ``leave``, and from here on the write's."""
         try:
             on_flash = self._begin_write(ticket, buffer)
@@ -168,13 +168,13 @@ class Outbound:
             ticket.tier.discard(on_flash)
         on_flash.written.add_done_callback(partial(self._flashed, ticket, buffer))
 
-    def _begin_write(self, ticket: CudaTicket, buffer: Buffer) -> Ticket | None:
+    def _begin_write(self, ticket: CudaTicket, buffer: PinnedBlock) -> Ticket | None:
         if ticket.where is not Where.STAGED or ticket.discarded or self.closing:
             return None
         address, nbytes = buffer.address, ticket.nbytes
         return ticket.tier.write(address, nbytes, keep_alive=buffer, label=ticket.label)
 
-    def _flashed(self, ticket: CudaTicket, buffer: Buffer, transfer: Transfer) -> None:
+    def _flashed(self, ticket: CudaTicket, buffer: PinnedBlock, transfer: Transfer) -> None:
         """In a worker of the engine: the bytes are on flash, or stay in the buffer."""
         refused: Ticket | None = None
         with self._lock:
@@ -190,7 +190,7 @@ class Outbound:
         buffer.slab.release(buffer)
         buffer.slab.leave(buffer)
 
-    def _rests(self, ticket: CudaTicket, buffer: Buffer, error: BaseException | None) -> None:
+    def _rests(self, ticket: CudaTicket, buffer: PinnedBlock, error: BaseException | None) -> None:
         """Flash has not taken the bytes: the buffer keeps them until they are discarded."""
         if isinstance(error, NoSpaceError):
             self._note_full(ticket.tier)

@@ -40,7 +40,7 @@ def node_of(device: torch.device) -> int | None:
 
 
 @dataclass(slots=True, eq=False)
-class Buffer:
+class PinnedBlock:
     """A block of a slab. Guarded by the slab's lock; its memory belongs to whoever took it."""
 
     slab: Slab
@@ -62,7 +62,7 @@ class Waiting:
 
     nbytes: int
     priority: Priority
-    begin: Callable[[Buffer | None], None]
+    begin: Callable[[PinnedBlock | None], None]
     """Called once, in the slab's thread, with the buffer, or with ``None`` if the wait is in vain."""
 
 
@@ -110,7 +110,7 @@ class Slab:
         self.refusal = self._pin()
         self._wake = condition()
         self._queues: dict[Priority, deque[Waiting]] = {priority: deque() for priority in Priority}
-        self._buffers: set[Buffer] = set()
+        self._buffers: set[PinnedBlock] = set()
         self._moving = 0
         self._resting = False
         self._start_thread: StartThread | None = start_thread
@@ -129,12 +129,12 @@ class Slab:
 
     # -- taking -----------------------------------------------------------------------------------
 
-    def take(self, nbytes: int) -> Buffer | None:
+    def take(self, nbytes: int) -> PinnedBlock | None:
         """A buffer with a transfer begun, or ``None`` if there is no room now."""
         with self._wake:
             return self._allocate(nbytes)
 
-    def take_or_wait(self, waiting: Waiting) -> tuple[Buffer | None, bool]:
+    def take_or_wait(self, waiting: Waiting) -> tuple[PinnedBlock | None, bool]:
         """A buffer with a transfer begun, now or later; returns at once.
 
         Returns:
@@ -154,7 +154,7 @@ class Slab:
             start_thread(self._work, f"penstock-{self._name}")
         return None, True
 
-    def beyond(self, nbytes: int) -> Buffer:
+    def beyond(self, nbytes: int) -> PinnedBlock:
         """A buffer outside the slab, neither pinned nor charged: for a read that cannot do without."""
         arena = Arena(round_up(nbytes, PAGE_BYTES), owner=f"{self._name}, beyond its size")
         block = arena.allocate(nbytes)
@@ -183,13 +183,13 @@ class Slab:
 
     # -- giving back ------------------------------------------------------------------------------
 
-    def join(self, buffer: Buffer) -> None:
+    def join(self, buffer: PinnedBlock) -> None:
         """Another transfer begins that touches the buffer."""
         with self._wake:
             self._moving += not buffer.moving
             buffer.moving += 1
 
-    def leave(self, buffer: Buffer) -> None:
+    def leave(self, buffer: PinnedBlock) -> None:
         """A transfer that touched the buffer has ended: it moves on, comes to rest, or is freed."""
         with self._wake:
             buffer.moving -= 1
@@ -197,7 +197,7 @@ class Slab:
             self._free_unneeded(buffer)
             self._wake.notify_all()
 
-    def release(self, buffer: Buffer) -> None:
+    def release(self, buffer: PinnedBlock) -> None:
         """Nobody needs the bytes any more once the transfers that touch them have ended.
 
         For finalizers, too, and harmless after ``close``.
@@ -307,7 +307,7 @@ class Slab:
         while self.serve():
             pass
 
-    def _next(self) -> tuple[Waiting, Buffer | None] | None:
+    def _next(self) -> tuple[Waiting, PinnedBlock | None] | None:
         queue = next((queue for queue in self._queues.values() if queue), None)
         if queue is None:
             return None
@@ -319,19 +319,19 @@ class Slab:
     def _others_first(self, priority: Priority) -> bool:
         return any(queue for other, queue in self._queues.items() if other <= priority)
 
-    def _allocate(self, nbytes: int) -> Buffer | None:
+    def _allocate(self, nbytes: int) -> PinnedBlock | None:
         if self._stopping or self._resting:
             return None
         block = self.arena.allocate(nbytes)
         return None if block is None else self._add(block)
 
-    def _add(self, block: Block) -> Buffer:
-        buffer = Buffer(self, block)
+    def _add(self, block: Block) -> PinnedBlock:
+        buffer = PinnedBlock(self, block)
         self._buffers.add(buffer)
         self._moving += 1
         return buffer
 
-    def _free_unneeded(self, buffer: Buffer) -> None:
+    def _free_unneeded(self, buffer: PinnedBlock) -> None:
         if not buffer.wanted and not buffer.moving and buffer in self._buffers:
             self._buffers.remove(buffer)
             buffer.block.free()

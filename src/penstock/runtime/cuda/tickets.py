@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.io.engine import Transfer
     from penstock.runtime.cuda.lanes import Copy
     from penstock.runtime.cuda.link import Event, Link, Stream
-    from penstock.runtime.cuda.pinned import Buffer, Slab
+    from penstock.runtime.cuda.pinned import PinnedBlock, Slab
     from penstock.tier.base import Ticket, Tier
 
 
@@ -45,7 +45,7 @@ class CudaTicket:
     written: Transfer
     """Settled when the source is no longer needed."""
     where: Where = Where.QUEUED
-    buffer: Buffer | None = None
+    buffer: PinnedBlock | None = None
     on_flash: Ticket | None = None
     """The flash tier's own ticket, from the begin of the write."""
     discarded: bool = False

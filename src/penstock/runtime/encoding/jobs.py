@@ -21,7 +21,7 @@ from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.tier.base import Ticket, Tier
 
 
-class Job(ABC):
+class CodecJob(ABC):
     """Base of jobs in both directions. Fields are guarded by the worker's lock."""
 
     def __init__(self, ticket: EncodedTicket, tier: Tier, codec: Codec, transfer: Transfer) -> None:
@@ -70,7 +70,7 @@ class Job(ABC):
         """Drop the memory that it moves from or to."""
 
 
-class WriteJob(Job):
+class WriteJob(CodecJob):
     """A storage that is encoded and written. It holds the storage until all has ended."""
 
     def __init__(
@@ -118,7 +118,7 @@ class WriteJob(Job):
         self._storage = None
 
 
-class ReadJob(Job):
+class ReadJob(CodecJob):
     """A storage that is read and decoded. It holds the target until all has ended."""
 
     def __init__(

@@ -17,9 +17,9 @@ from penstock.core.locks import defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.encoding.jobs import ReadJob, WriteJob
-from penstock.runtime.encoding.scratch import Scratch, Slots
+from penstock.runtime.encoding.scratch import Scratch, ScratchSlots
 from penstock.runtime.encoding.tickets import EncodedTicket
-from penstock.runtime.encoding.worker import Worker
+from penstock.runtime.encoding.worker import CodecWorker
 from penstock.runtime.movers import BlockTarget, CpuMover, Encoding, Mover
 from penstock.tier.base import Tier, Window
 
@@ -40,7 +40,7 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
     def __init__(
         self,
         inner: InnerT,
-        scratch: Slots,
+        scratch: ScratchSlots,
         recorder: Recorder,
         adopt_thread: Callable[[], None] = lambda: None,
     ) -> None:
@@ -49,7 +49,7 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
         self.inner = inner
         self._recorder = recorder
         self._scratch = scratch
-        self._worker = Worker(scratch, recorder, adopt_thread)
+        self._worker = CodecWorker(scratch, recorder, adopt_thread)
         # A mover that is dropped without close must not leave its thread behind.
         weakref.finalize(self, defer, self._worker.stop).atexit = False
 

@@ -54,7 +54,7 @@ class Slot:
         self.encoding = False
 
 
-class Slots:
+class ScratchSlots:
     """Some slots, and the memory that codecs work in, charged to a budget. Guarded by the worker's lock.
 
     Attributes:
@@ -132,7 +132,7 @@ class Slots:
         self._give_back()
 
 
-class Scratch(Slots):
+class Scratch(ScratchSlots):
     """Slots in host memory. See [Note: scratch]."""
 
     def __init__(self, nbytes: int, budget: Budget) -> None:

@@ -24,15 +24,15 @@ from penstock.core.locks import condition
 from penstock.core.process import fork_guard
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.encoding.jobs import Job, ReadJob, WriteJob
-from penstock.runtime.encoding.scratch import Slot, Slots
+from penstock.runtime.encoding.jobs import CodecJob, ReadJob, WriteJob
+from penstock.runtime.encoding.scratch import ScratchSlots, Slot
 from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.tier.base import Ticket
 
 THREAD_NAME: Final = "penstock-codec"
 
 
-class Worker:
+class CodecWorker:
     """One thread, started when there is something to do. Thread-safe; unusable in a forked child.
 
     One, since the other cores have a network to train. It goes piece by piece: first what somebody
@@ -41,7 +41,10 @@ class Worker:
     """
 
     def __init__(
-        self, scratch: Slots, recorder: Recorder, adopt_thread: Callable[[], None] = lambda: None
+        self,
+        scratch: ScratchSlots,
+        recorder: Recorder,
+        adopt_thread: Callable[[], None] = lambda: None,
     ) -> None:
         """Do nothing yet.
 
@@ -57,7 +60,7 @@ class Worker:
         self._wake = condition()  # notified when there may be something to do
         self._writes: dict[WriteJob, None] = {}  # in order, those with pieces to take up
         self._reads: dict[ReadJob, None] = {}  # all that are not over
-        self._live: set[Job] = set()  # all that are not settled
+        self._live: set[CodecJob] = set()  # all that are not settled
         self._thread: threading.Thread | None = None
         self._stopping = False
 
@@ -83,7 +86,7 @@ class Worker:
                 self._writes[job] = None
             self._wake.notify_all()
 
-    def withdraw(self, job: Job, error: BaseException | None = None) -> bool:
+    def withdraw(self, job: CodecJob, error: BaseException | None = None) -> bool:
         """Give a job up: no further piece is taken up, and it settles with ``error``, or as cancelled.
 
         Returns:
@@ -248,7 +251,7 @@ class Worker:
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _ended(self, job: Job, slot: Slot, error: BaseException | None) -> None:
+    def _ended(self, job: CodecJob, slot: Slot, error: BaseException | None) -> None:
         """A piece has ended: its slot is free, and nothing of it is pending."""
         with self._wake:
             self._scratch.release(slot)
@@ -258,7 +261,7 @@ class Worker:
             self._wake.notify_all()
         self._finish(job, withdrawals, ended)
 
-    def _fail(self, job: Job, error: BaseException) -> list[Callable[[], object]]:
+    def _fail(self, job: CodecJob, error: BaseException) -> list[Callable[[], object]]:
         """Take no more of a job up; what to call without the lock. Under the lock."""
         if job.over or job.error is not None:
             return []
@@ -273,7 +276,7 @@ class Worker:
             self._wake.notify_all()
         return job.withdrawals()
 
-    def _is_last(self, job: Job) -> bool:
+    def _is_last(self, job: CodecJob) -> bool:
         """Return whether the caller has to settle a job. Under the lock."""
         if not job.end():
             return False
@@ -281,7 +284,7 @@ class Worker:
             self._reads.pop(job, None)
         return True
 
-    def _finish(self, job: Job, withdrawals: list[Callable[[], object]], ended: bool) -> None:
+    def _finish(self, job: CodecJob, withdrawals: list[Callable[[], object]], ended: bool) -> None:
         """Cancel the rest of what has failed, and settle what has ended, without the lock."""
         for withdraw in withdrawals:
             withdraw()

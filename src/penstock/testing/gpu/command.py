@@ -28,7 +28,7 @@ from penstock.core.fs import filesystem_of
 from penstock.testing.gpu import processes
 from penstock.testing.gpu.contract import FACTS
 from penstock.testing.gpu.document import DONE, Document, scrub
-from penstock.testing.gpu.fact import Fact, Finding, Outcome
+from penstock.testing.gpu.fact import Fact, FactOutcome, Finding
 from penstock.testing.gpu.figures import FIGURES
 
 PARTS: Final = ("contract", "tests", "order", "figures")
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options.dir = _spill_directory(options.dir)
         options.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as scratch, processes.Interrupts():
-            return Check(options, Path(scratch)).run()
+        with tempfile.TemporaryDirectory() as scratch, processes.NotedInterrupts():
+            return CheckRun(options, Path(scratch)).run()
     except ConfigError as error:
         _say(f"error: {error}")
         return NO_DEVICE
@@ -69,7 +69,7 @@ class InterruptedRunError(Exception):
     """A part was interrupted; its results are in the document."""
 
 
-class Check:
+class CheckRun:
     """One run of the command."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
@@ -210,7 +210,7 @@ class Check:
 
     def _run_tests(
         self, root: Path, name: str, words: Sequence[str], limit_s: float
-    ) -> processes.Ended | None:
+    ) -> processes.ProcessResult | None:
         """Run pytest; return None and record the part as left out without time or pytest."""
         if importlib.util.find_spec("pytest") is None:
             self._document.part(name, "left out: pytest is not installed", 0.0)
@@ -230,7 +230,7 @@ class Check:
             directory=root,
         )
 
-    def _tests_over(self, name: str, ended: processes.Ended, said: str, how: str) -> None:
+    def _tests_over(self, name: str, ended: processes.ProcessResult, said: str, how: str) -> None:
         how = ended.how if ended.interrupted else how
         self._document.part(name, how, ended.seconds, None if how == DONE else ended.said)
         _say(f"{name}: {how}, {said}")
@@ -283,7 +283,7 @@ class Check:
 
     def _child(
         self, *what: str, limit_s: float, environment: Mapping[str, str] | None = None
-    ) -> processes.Ended:
+    ) -> processes.ProcessResult:
         records = self._records()
         command = ["-m", "penstock.testing.gpu.child", *what, "--records", str(records)]
         command += ["--dir", self._options.dir, "--scale", str(self._options.scale)]
@@ -311,16 +311,16 @@ def test_files(root: Path) -> list[str]:
     return [str(file.relative_to(root)) for file in found if file.exists()]
 
 
-def _passed(ended: processes.Ended) -> bool:
+def _passed(ended: processes.ProcessResult) -> bool:
     """Return whether the tests passed, or pytest had none to run."""
     return ended.code in (0, 5) and not ended.stopped
 
 
-def _ended(fact: Fact, ended: processes.Ended) -> dict[str, Any]:
+def _ended(fact: Fact, ended: processes.ProcessResult) -> dict[str, Any]:
     """Return the finding for a fact whose process ended during its examination."""
     said = f": {ended.said[-1]}" if ended.said else ""
     return Finding(
-        fact.name, fact.believed, fact.relies, Outcome.ENDED, f"{ended.how}{said}", seconds=0.0
+        fact.name, fact.believed, fact.relies, FactOutcome.ENDED, f"{ended.how}{said}", seconds=0.0
     ).as_dict()
 
 

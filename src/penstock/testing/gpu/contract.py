@@ -18,7 +18,7 @@ from penstock.testing.gpu import (
     facts_threads,
     processes,
 )
-from penstock.testing.gpu.fact import Fact, Outcome, judge
+from penstock.testing.gpu.fact import Fact, FactOutcome, judge
 from penstock.testing.gpu.machine import kind_of
 
 FACTS: Final[tuple[Fact, ...]] = (
@@ -50,6 +50,6 @@ def work(options: argparse.Namespace) -> int:
         finding = judge(named(name), kind)
         faulthandler.cancel_dump_traceback_later()
         processes.append(options.records, {"finding": finding.as_dict()})
-        if finding.outcome is Outcome.ERROR:
+        if finding.outcome is FactOutcome.ERROR:
             break
     return 0

@@ -102,7 +102,7 @@ def address_of(memory: mmap.mmap) -> int:
     return int(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
 
 
-class Capture:
+class RawCapture:
     """Capture on a stream without the knowledge of torch's allocator.
 
     Attributes:
@@ -115,7 +115,7 @@ class Capture:
         self._mode = mode
         self.code = -1
 
-    def __enter__(self) -> Capture:
+    def __enter__(self) -> RawCapture:
         """Begin the capture."""
         code = int(library().cudaStreamBeginCapture(self._stream, self._mode))
         if code != 0:

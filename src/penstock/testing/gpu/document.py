@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from penstock.core.fs import write_durably
 from penstock.core.units import format_bandwidth, format_bytes
-from penstock.testing.gpu.fact import Outcome
+from penstock.testing.gpu.fact import FactOutcome
 
 SCHEMA: Final = 1
 _PATH: Final = re.compile(r"(?<![\w.:/])(?:/[\w.@+~-]+)+/([\w.@+~-]+)")
-_UNKNOWN: Final = (Outcome.ERROR, Outcome.ENDED)
+_UNKNOWN: Final = (FactOutcome.ERROR, FactOutcome.ENDED)
 DONE: Final = "done"
 """Status of a successful part."""
 _SHOWN: Final = 8
@@ -72,7 +72,7 @@ class Document:
         return (
             contents["complete"]
             and all(part["how"] == DONE for part in contents["parts"])
-            and not self._findings(Outcome.DIFFERS, *_UNKNOWN)
+            and not self._findings(FactOutcome.DIFFERS, *_UNKNOWN)
             and not self._tests("failed")
             and not any("failed" in each for each in contents["figures"].values())
         )
@@ -107,7 +107,7 @@ class Document:
         if not found:
             return
         yield f"contract  {', '.join(f'{count} {outcome}' for outcome, count in found.items())}"
-        wrong = self._findings(Outcome.DIFFERS, *_UNKNOWN)
+        wrong = self._findings(FactOutcome.DIFFERS, *_UNKNOWN)
         for each in wrong[:_SHOWN]:
             yield f"  believed: {each['believed']} Found: {each['found']}. [{each['name']}]"
         yield from _more(wrong)
@@ -135,7 +135,7 @@ class Document:
         for line in complaints[:_SHOWN]:
             yield f"  {line}"[:200]
 
-    def _findings(self, *outcomes: Outcome) -> list[dict[str, Any]]:
+    def _findings(self, *outcomes: FactOutcome) -> list[dict[str, Any]]:
         return [each for each in self.contents["contract"] if each["outcome"] in outcomes]
 
     def _tests(self, outcome: str) -> list[dict[str, Any]]:

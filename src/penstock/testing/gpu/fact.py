@@ -30,7 +30,7 @@ class NotHereError(Exception):
     """The fact cannot be examined on this machine or with this torch. The text gives the reason."""
 
 
-class Outcome(enum.StrEnum):
+class FactOutcome(enum.StrEnum):
     """Result of an examination."""
 
     HOLDS = "holds"
@@ -42,7 +42,7 @@ class Outcome(enum.StrEnum):
     """The examination hung or crashed, so nothing is known."""
 
 
-class Device:
+class ExaminedDevice:
     """The examined device, with functions to keep it busy.
 
     Attributes:
@@ -112,7 +112,7 @@ class Fact:
     name: str
     believed: str
     relies: str
-    examine: Callable[[Device], None]
+    examine: Callable[[ExaminedDevice], None]
     devices: int = 1
     fresh: bool = False
     tries: int = 1
@@ -125,7 +125,7 @@ class Finding:
     name: str
     believed: str
     relies: str
-    outcome: Outcome
+    outcome: FactOutcome
     found: str = ""
     tries: int = 1
     seconds: float = 0.0
@@ -135,7 +135,7 @@ class Finding:
         return asdict(self) | {"seconds": round(self.seconds, 3)}
 
 
-Examine: TypeAlias = Callable[[Device], None]
+Examine: TypeAlias = Callable[[ExaminedDevice], None]
 
 
 def fact(
@@ -169,25 +169,25 @@ def judge(one: Fact, kind: str = "cuda") -> Finding:
     start = time.perf_counter()
     module: Any = torch.get_device_module(kind)
     found: list[str] = []
-    outcome = Outcome.NOT_HERE
+    outcome = FactOutcome.NOT_HERE
     for delay_s in _DELAYS_S[: one.tries]:
         try:
             if module.device_count() < one.devices:
                 raise NotHereError(f"needs {one.devices} devices")
-            one.examine(Device(kind, delay_s=delay_s))
+            one.examine(ExaminedDevice(kind, delay_s=delay_s))
             module.synchronize()
-            outcome = Outcome.HOLDS
+            outcome = FactOutcome.HOLDS
         except DiffersError as error:
-            outcome = Outcome.DIFFERS
+            outcome = FactOutcome.DIFFERS
             found.append(str(error))
         except NotHereError as error:
             found.append(str(error))
         except Exception as error:  # noqa: BLE001  (a driver or a kernel may fail in any way)
             # modules of other kinds may lack functions of CUDA's, or arguments of them
             lacks = kind != "cuda" and isinstance(error, AttributeError | TypeError)
-            outcome = Outcome.NOT_HERE if lacks else Outcome.ERROR
+            outcome = FactOutcome.NOT_HERE if lacks else FactOutcome.ERROR
             found.append(brief(error))
-        if outcome is not Outcome.DIFFERS:
+        if outcome is not FactOutcome.DIFFERS:
             break
         module.synchronize()
     return Finding(
@@ -196,7 +196,7 @@ def judge(one: Fact, kind: str = "cuda") -> Finding:
         one.relies,
         outcome,
         "; then ".join(found),
-        tries=len(found) + (outcome is Outcome.HOLDS),
+        tries=len(found) + (outcome is FactOutcome.HOLDS),
         seconds=time.perf_counter() - start,
     )
 
@@ -247,7 +247,7 @@ _CYCLES: Final = 10_000_000
 _measured: dict[str, float] = {}
 
 
-def _cycles_per_s(gpu: Device, busy: Callable[[int], object]) -> float:
+def _cycles_per_s(gpu: ExaminedDevice, busy: Callable[[int], object]) -> float:
     """Return the number of cycles per second on a kind of device; measured once."""
     kind = gpu.device.type
     if kind not in _measured:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from penstock.testing.gpu import cudart
-from penstock.testing.gpu.fact import Device, Fact, expect, fact, in_thread
+from penstock.testing.gpu.fact import ExaminedDevice, Fact, expect, fact, in_thread
 
 _PAUSED: Final = "session.py: paused() holds the lanes while a capture lasts"
 _LANES: Final = "runtime/cuda/lanes.py: lanes may query during a capture"
@@ -20,7 +20,7 @@ _LANES: Final = "runtime/cuda/lanes.py: lanes may query during a capture"
     "A capturing stream is known as such where it is current, and other streams are not.",
     relies="runtime/cuda/link.py: capturing",
 )
-def capture_is_known(gpu: Device) -> None:
+def capture_is_known(gpu: ExaminedDevice) -> None:
     """Ask in this thread, and in another."""
     graph, x = gpu.cuda.CUDAGraph(), gpu.full(0, 512)
     asked = gpu.cuda.is_current_stream_capturing
@@ -37,7 +37,7 @@ def capture_is_known(gpu: Device) -> None:
     "What is captured does not run until the graph is replayed.",
     relies="runtime/cuda/mover.py: nothing is moved during a capture",
 )
-def captured_work_waits(gpu: Device) -> None:
+def captured_work_waits(gpu: ExaminedDevice) -> None:
     """Check that it then runs once for each replay."""
     graph, x = gpu.cuda.CUDAGraph(), gpu.full(0, 512)
     gpu.cuda.synchronize()
@@ -55,7 +55,7 @@ def captured_work_waits(gpu: Device) -> None:
     "What is allocated during a capture lies in the graph's own pool, which keeps it when it is freed.",
     relies="hooks/saved_tensors.py: memory of graphs is not spilled, since that frees nothing",
 )
-def graphs_keep_their_memory(gpu: Device) -> None:
+def graphs_keep_their_memory(gpu: ExaminedDevice) -> None:
     """Check that the address is not allocated to others."""
     gpu.clean()
     graph, x = gpu.cuda.CUDAGraph(), gpu.full(0)
@@ -78,7 +78,7 @@ def graphs_keep_their_memory(gpu: Device) -> None:
     "In the mode global, cudaEventQuery in any thread fails and breaks the capture.",
     relies=_PAUSED,
 )
-def query_breaks_a_global_capture(gpu: Device) -> None:
+def query_breaks_a_global_capture(gpu: ExaminedDevice) -> None:
     """Call it in another thread than the capturing one."""
     _elsewhere(gpu, cudart.GLOBAL, breaks=True)
 
@@ -87,7 +87,7 @@ def query_breaks_a_global_capture(gpu: Device) -> None:
     "In the mode global, cudaMalloc in any thread fails and breaks the capture.",
     relies=_PAUSED,
 )
-def malloc_breaks_a_global_capture(gpu: Device) -> None:
+def malloc_breaks_a_global_capture(gpu: ExaminedDevice) -> None:
     """Call it in another thread than the capturing one."""
     _elsewhere(gpu, cudart.GLOBAL, breaks=True, call=cudart.malloc_code)
 
@@ -96,7 +96,7 @@ def malloc_breaks_a_global_capture(gpu: Device) -> None:
     "In the mode global, cudaEventSynchronize in any thread fails and breaks the capture.",
     relies=_PAUSED,
 )
-def waiting_breaks_a_global_capture(gpu: Device) -> None:
+def waiting_breaks_a_global_capture(gpu: ExaminedDevice) -> None:
     """Call it in another thread than the capturing one, for a reached event."""
     event = _reached(gpu)
     _elsewhere(gpu, cudart.GLOBAL, breaks=True, call=lambda: cudart.event_synchronize(event))
@@ -106,7 +106,7 @@ def waiting_breaks_a_global_capture(gpu: Device) -> None:
     "In the mode global, cudaHostAlloc in any thread fails and breaks the capture.",
     relies=f"{_PAUSED}; staging.py: pinned memory is taken when it is needed first",
 )
-def host_alloc_breaks_a_global_capture(gpu: Device) -> None:
+def host_alloc_breaks_a_global_capture(gpu: ExaminedDevice) -> None:
     """Call it in another thread than the capturing one."""
     _elsewhere(gpu, cudart.GLOBAL, breaks=True, call=cudart.host_alloc_code)
 
@@ -115,7 +115,7 @@ def host_alloc_breaks_a_global_capture(gpu: Device) -> None:
     "In the mode thread_local, cudaEventQuery and cudaMalloc in another thread work and break nothing.",
     relies="docs: capture_error_mode='thread_local'",
 )
-def thread_local_captures_hold(gpu: Device) -> None:
+def thread_local_captures_hold(gpu: ExaminedDevice) -> None:
     """Make both calls."""
     _elsewhere(gpu, cudart.THREAD_LOCAL, breaks=False)
     _elsewhere(gpu, cudart.THREAD_LOCAL, breaks=False, call=cudart.malloc_code)
@@ -125,10 +125,10 @@ def thread_local_captures_hold(gpu: Device) -> None:
     "In the mode thread_local, cudaEventQuery in the capturing thread itself breaks the capture.",
     relies=f"{_PAUSED}: the program's own thread must not query either",
 )
-def thread_local_captures_break(gpu: Device) -> None:
+def thread_local_captures_break(gpu: ExaminedDevice) -> None:
     """Query an unrelated event."""
     event = _reached(gpu)
-    with cudart.Capture(gpu.stream(), cudart.THREAD_LOCAL) as capture:
+    with cudart.RawCapture(gpu.stream(), cudart.THREAD_LOCAL) as capture:
         code = cudart.event_query(event)
     expect(code == cudart.CAPTURE_UNSUPPORTED, f"the query returned {code}")
     expect(capture.code == cudart.CAPTURE_INVALIDATED, f"the capture ended with {capture.code}")
@@ -138,11 +138,11 @@ def thread_local_captures_break(gpu: Device) -> None:
     "In the mode relaxed, cudaEventQuery works in every thread and breaks nothing.",
     relies="docs: capture_error_mode='relaxed'",
 )
-def relaxed_captures_hold(gpu: Device) -> None:
+def relaxed_captures_hold(gpu: ExaminedDevice) -> None:
     """Query in another thread, and in the capturing one."""
     _elsewhere(gpu, cudart.RELAXED, breaks=False)
     event = _reached(gpu)
-    with cudart.Capture(gpu.stream(), cudart.RELAXED) as capture:
+    with cudart.RawCapture(gpu.stream(), cudart.RELAXED) as capture:
         code = cudart.event_query(event)
     expect(code == 0, f"the query returned {code}")
     expect(capture.code == 0, f"the capture ended with {capture.code}")
@@ -152,7 +152,7 @@ def relaxed_captures_hold(gpu: Device) -> None:
     "A thread that has exchanged its capture mode for relaxed breaks no capture.",
     relies=_LANES,
 )
-def relaxed_threads_break_nothing(gpu: Device) -> None:
+def relaxed_threads_break_nothing(gpu: ExaminedDevice) -> None:
     """Query during a capture in the mode global."""
     event = _reached(gpu)
 
@@ -163,7 +163,7 @@ def relaxed_threads_break_nothing(gpu: Device) -> None:
         finally:
             cudart.exchange_mode(former)
 
-    with cudart.Capture(gpu.stream(), cudart.GLOBAL) as capture:
+    with cudart.RawCapture(gpu.stream(), cudart.GLOBAL) as capture:
         code = in_thread(query)
     expect(code == 0, f"the query returned {code}")
     expect(capture.code == 0, f"the capture ended with {capture.code}")
@@ -173,11 +173,11 @@ def relaxed_threads_break_nothing(gpu: Device) -> None:
     "A stream that was drawn into a capture and has come back makes no trouble.",
     relies="programs that capture work on several streams",
 )
-def joined_captures_hold(gpu: Device) -> None:
+def joined_captures_hold(gpu: ExaminedDevice) -> None:
     """Join the capture and return from it by events."""
     capturing, drawn, x = gpu.stream(), gpu.stream(), gpu.full(0, 512)
     gpu.cuda.synchronize()
-    with cudart.Capture(capturing, cudart.THREAD_LOCAL) as capture:
+    with cudart.RawCapture(capturing, cudart.THREAD_LOCAL) as capture:
         drawn.wait_event(gpu.mark(capturing))
         with gpu.cuda.stream(drawn):
             x.fill_(1)
@@ -190,11 +190,11 @@ def joined_captures_hold(gpu: Device) -> None:
     "A stream that waits for an event of a capturing stream is drawn into the capture.",
     relies="runtime/cuda/mover.py: no lane may wait for a stream that captures",
 )
-def waiting_joins_a_capture(gpu: Device) -> None:
+def waiting_joins_a_capture(gpu: ExaminedDevice) -> None:
     """Check that the capture fails if the stream that began it does not wait for the work."""
     capturing, drawn, x = gpu.stream(), gpu.stream(), gpu.full(0, 512)
     gpu.cuda.synchronize()
-    with cudart.Capture(capturing, cudart.THREAD_LOCAL) as capture:
+    with cudart.RawCapture(capturing, cudart.THREAD_LOCAL) as capture:
         drawn.wait_event(gpu.mark(capturing))
         inside = cudart.capturing(drawn)
         with gpu.cuda.stream(drawn):
@@ -206,18 +206,18 @@ def waiting_joins_a_capture(gpu: Device) -> None:
 
 
 def _elsewhere(
-    gpu: Device, mode: int, *, breaks: bool, call: Callable[[], int] | None = None
+    gpu: ExaminedDevice, mode: int, *, breaks: bool, call: Callable[[], int] | None = None
 ) -> None:
     """Make a call in another thread during a capture: by default a query of a reached event."""
     event = _reached(gpu)
-    with cudart.Capture(gpu.stream(), mode) as capture:
+    with cudart.RawCapture(gpu.stream(), mode) as capture:
         code = in_thread(call or (lambda: cudart.event_query(event)))
     wanted = (cudart.CAPTURE_UNSUPPORTED, cudart.CAPTURE_INVALIDATED) if breaks else (0, 0)
     found = f"the call returned {code}, the capture ended with {capture.code}"
     expect((code, capture.code) == wanted, found)
 
 
-def _reached(gpu: Device) -> Any:
+def _reached(gpu: ExaminedDevice) -> Any:
     event = gpu.mark()
     gpu.cuda.synchronize()
     return event

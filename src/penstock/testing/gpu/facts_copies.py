@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from penstock.testing.gpu import cudart
-from penstock.testing.gpu.fact import SIZE_BYTES, Device, Fact, expect, fact, in_thread
+from penstock.testing.gpu.fact import SIZE_BYTES, ExaminedDevice, Fact, expect, fact, in_thread
 
 _PINNED: Final = "runtime/cuda/pinned.py"
 _MOVER: Final = "runtime/cuda/mover.py, [Note: streams]"
@@ -21,7 +21,7 @@ _MOVER: Final = "runtime/cuda/mover.py, [Note: streams]"
     relies=f"{_MOVER}, rule 2",
     late=True,
 )
-def pinned_out_is_asynchronous(gpu: Device) -> None:
+def pinned_out_is_asynchronous(gpu: ExaminedDevice) -> None:
     """Copy after a delay."""
     source, host = gpu.full(1), _pinned()
     gpu.cuda.synchronize()
@@ -35,7 +35,7 @@ def pinned_out_is_asynchronous(gpu: Device) -> None:
     relies=f"{_MOVER}, rule 3",
     late=True,
 )
-def pinned_in_is_asynchronous(gpu: Device) -> None:
+def pinned_in_is_asynchronous(gpu: ExaminedDevice) -> None:
     """Check that bytes written to the source after the call arrive."""
     target, host = gpu.full(0), _pinned().fill_(1)
     gpu.cuda.synchronize()
@@ -52,7 +52,7 @@ def pinned_in_is_asynchronous(gpu: Device) -> None:
     "A copy to memory that is not pinned holds up the host until it is done, non_blocking or not.",
     relies="staging.py where nothing is pinned: the bytes are there at once",
 )
-def pageable_out_blocks(gpu: Device) -> None:
+def pageable_out_blocks(gpu: ExaminedDevice) -> None:
     """Copy after a delay."""
     source = gpu.full(4)
     host = torch.zeros(SIZE_BYTES, dtype=torch.uint8)
@@ -67,7 +67,7 @@ def pageable_out_blocks(gpu: Device) -> None:
     "A copy from memory that is not pinned has read it when the call returns.",
     relies="staging.py where nothing is pinned: the source may be used again at once",
 )
-def pageable_in_reads_at_once(gpu: Device) -> None:
+def pageable_in_reads_at_once(gpu: ExaminedDevice) -> None:
     """Overwrite the source after the call."""
     target = gpu.full(0)
     host = torch.full((SIZE_BYTES,), 1, dtype=torch.uint8)
@@ -84,7 +84,7 @@ def pageable_in_reads_at_once(gpu: Device) -> None:
     "A copy without non_blocking has been done when the call returns, to pinned memory too.",
     relies="runtime/cuda/link.py: digest",
 )
-def plain_copy_blocks(gpu: Device) -> None:
+def plain_copy_blocks(gpu: ExaminedDevice) -> None:
     """Copy after a delay."""
     source, host = gpu.full(6), _pinned().fill_(0)
     gpu.delay()
@@ -97,7 +97,7 @@ def plain_copy_blocks(gpu: Device) -> None:
     "Registered memory is pinned, in part and as a whole; before and afterwards it is not.",
     relies=f"{_PINNED}: a slab is registered once",
 )
-def registered_is_pinned(gpu: Device) -> None:
+def registered_is_pinned(gpu: ExaminedDevice) -> None:
     """Register a mapping of 8 MiB."""
     gpu.empty(512)
     memory = mmap.mmap(-1, 8 << 20)
@@ -115,7 +115,7 @@ def registered_is_pinned(gpu: Device) -> None:
     relies=f"{_PINNED}: as good as memory of cudaHostAlloc",
     late=True,
 )
-def registered_is_asynchronous(gpu: Device) -> None:
+def registered_is_asynchronous(gpu: ExaminedDevice) -> None:
     """Copy in both directions, after a delay."""
     memory = mmap.mmap(-1, SIZE_BYTES)
     with _registered(memory):
@@ -135,7 +135,7 @@ def registered_is_asynchronous(gpu: Device) -> None:
     "Memory that was marked not to be inherited by forked processes can be registered and copied.",
     relies="io/mapping.py: MADV_DONTFORK on the slab",
 )
-def not_inherited_can_be_pinned(gpu: Device) -> None:
+def not_inherited_can_be_pinned(gpu: ExaminedDevice) -> None:
     """Copy in both directions."""
     memory = mmap.mmap(-1, 8 << 20)
     memory.madvise(mmap.MADV_DONTFORK)
@@ -150,7 +150,7 @@ def not_inherited_can_be_pinned(gpu: Device) -> None:
     "Copies of any length, from and to any address, are exact.",
     relies="runtime/cuda/link.py: storages of any length lie at any address of a slab",
 )
-def odd_copies_are_exact(gpu: Device) -> None:
+def odd_copies_are_exact(gpu: ExaminedDevice) -> None:
     """Copy with unaligned lengths and offsets."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=generator).pin_memory()
@@ -168,7 +168,7 @@ def odd_copies_are_exact(gpu: Device) -> None:
     "To register memory twice is an error, and memory stays registered.",
     relies=f"{_PINNED}: refusals",
 )
-def registering_twice_fails(gpu: Device) -> None:
+def registering_twice_fails(gpu: ExaminedDevice) -> None:
     """Expect error 712, in another thread, so that the error stays there."""
     gpu.empty(512)
     memory = mmap.mmap(-1, 4 << 20)
@@ -183,7 +183,7 @@ def registering_twice_fails(gpu: Device) -> None:
     "The runtime remembers a failed call for the thread that made it, and for no other.",
     relies="runtime/cuda/link.py: pin is called in a thread of its own",
 )
-def errors_are_a_threads(gpu: Device) -> None:
+def errors_are_a_threads(gpu: ExaminedDevice) -> None:
     """Fail a second registration there; here the next kernel runs."""
     gpu.empty(512)
     memory = mmap.mmap(-1, 4 << 20)
@@ -207,7 +207,7 @@ def errors_are_a_threads(gpu: Device) -> None:
     devices=2,
     late=True,
 )
-def portable_is_pinned_everywhere(gpu: Device) -> None:
+def portable_is_pinned_everywhere(gpu: ExaminedDevice) -> None:
     """Check that a copy from the second device does not block the host."""
     memory = mmap.mmap(-1, SIZE_BYTES)
     with _registered(memory), gpu.cuda.device(1):

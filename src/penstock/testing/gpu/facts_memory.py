@@ -10,7 +10,7 @@ import torch
 from penstock.core.units import MIB
 from penstock.testing.gpu.fact import (
     SIZE_BYTES,
-    Device,
+    ExaminedDevice,
     Fact,
     NotHereError,
     expect,
@@ -27,7 +27,7 @@ _POOLS: Final = "runtime/cuda/pools.py, [Note: own pool]"
     relies=f"{_MOVER}, rules 2 and 4",
     late=True,
 )
-def freed_is_reused_on_its_stream(gpu: Device) -> None:
+def freed_is_reused_on_its_stream(gpu: ExaminedDevice) -> None:
     """Free after a delay."""
     _native(gpu)
     stream = gpu.stream()
@@ -46,7 +46,7 @@ def freed_is_reused_on_its_stream(gpu: Device) -> None:
     "A block that was freed is not given to another stream.",
     relies=f"{_MOVER}, rule 4",
 )
-def freed_is_not_for_other_streams(gpu: Device) -> None:
+def freed_is_not_for_other_streams(gpu: ExaminedDevice) -> None:
     """Free in another thread, with another stream current."""
     _native(gpu)
     one, other = gpu.stream(), gpu.stream()
@@ -67,7 +67,7 @@ def freed_is_not_for_other_streams(gpu: Device) -> None:
     relies=f"{_MOVER}, rule 6, and link.keep",
     late=True,
 )
-def recorded_stream_delays_reuse(gpu: Device) -> None:
+def recorded_stream_delays_reuse(gpu: ExaminedDevice) -> None:
     """Record a tensor that shares the storage, as link.keep does."""
     _native(gpu)
     own, side = gpu.stream(), gpu.stream()
@@ -90,7 +90,7 @@ def recorded_stream_delays_reuse(gpu: Device) -> None:
     relies="runtime/cuda/mover.py: keep is called for every stream",
     late=True,
 )
-def own_stream_is_not_recorded(gpu: Device) -> None:
+def own_stream_is_not_recorded(gpu: ExaminedDevice) -> None:
     """Check that the block is reused at once."""
     _native(gpu)
     stream = gpu.stream()
@@ -108,7 +108,7 @@ def own_stream_is_not_recorded(gpu: Device) -> None:
 @fact(
     "A storage begins at a multiple of 512 bytes.", relies="runtime/cuda/gpu_direct.py, digest.py"
 )
-def storages_are_aligned(gpu: Device) -> None:
+def storages_are_aligned(gpu: ExaminedDevice) -> None:
     """Allocate storages of many lengths at the same time."""
     held = [gpu.empty(nbytes) for nbytes in (1, 3, 511, 513, 4097, MIB + 1, 3 * MIB + 5)]
     odd = [each.numel() for each in held if each.untyped_storage().data_ptr() % 512]
@@ -119,7 +119,7 @@ def storages_are_aligned(gpu: Device) -> None:
     "Idle memory goes back to the device by empty_cache, and the device then has as much more.",
     relies="swap/suspend.py: a suspended job holds little device memory",
 )
-def idle_memory_is_returned(gpu: Device) -> None:
+def idle_memory_is_returned(gpu: ExaminedDevice) -> None:
     """Free 256 MiB."""
     _native(gpu)
     held = gpu.empty(256 * MIB)
@@ -136,7 +136,7 @@ def idle_memory_is_returned(gpu: Device) -> None:
     "The device's total memory is what is free and what its users have, of which torch's is a part.",
     relies="core/config.py: the default of device_memory",
 )
-def memory_adds_up(gpu: Device) -> None:
+def memory_adds_up(gpu: ExaminedDevice) -> None:
     """Compare the numbers with 64 MiB in use."""
     held = gpu.empty(64 * MIB)
     free, total = gpu.cuda.mem_get_info()
@@ -150,7 +150,7 @@ def memory_adds_up(gpu: Device) -> None:
     "A request that is too large raises OutOfMemoryError, after idle memory went back, and all goes on.",
     relies="runtime/cuda/inbound.py: a target that the device has no room for waits",
 )
-def out_of_memory_is_survived(gpu: Device) -> None:
+def out_of_memory_is_survived(gpu: ExaminedDevice) -> None:
     """Request twice the device's memory."""
     _native(gpu)
     held = gpu.empty(128 * MIB)
@@ -172,7 +172,7 @@ def out_of_memory_is_survived(gpu: Device) -> None:
     "What is idle in a pool of its own is given to that pool only, and each thread's choice is its own.",
     relies=_POOLS,
 )
-def pools_keep_their_memory(gpu: Device) -> None:
+def pools_keep_their_memory(gpu: ExaminedDevice) -> None:
     """Allocate in the pool, outside of it, from another thread, and in the pool again."""
     _native(gpu)
     pool = _pool(gpu)
@@ -194,7 +194,7 @@ def pools_keep_their_memory(gpu: Device) -> None:
     "A pool made with use_on_oom lends what is idle in it before torch is out of memory.",
     relies=_POOLS,
 )
-def pools_lend(gpu: Device) -> None:
+def pools_lend(gpu: ExaminedDevice) -> None:
     """Limit torch to little more than it has."""
     _native(gpu)
     if "use_on_oom" not in inspect.signature(gpu.cuda.MemPool.__init__).parameters:
@@ -225,7 +225,7 @@ def pools_lend(gpu: Device) -> None:
     "A storage holds its memory until its last reference is dropped, whatever tensors shared it.",
     relies="hooks/saved_tensors.py: what is spilled is free when its storage is dropped",
 )
-def storages_hold_their_memory(gpu: Device) -> None:
+def storages_hold_their_memory(gpu: ExaminedDevice) -> None:
     """Use memory_allocated, which is exact."""
     before = gpu.cuda.memory_allocated()
     tensor = gpu.empty()
@@ -242,14 +242,14 @@ _keep: Final[list[Any]] = []
 """Pools kept until the process ends: deletion was broken in some versions (pytorch #169699)."""
 
 
-def _native(gpu: Device) -> None:
+def _native(gpu: ExaminedDevice) -> None:
     backend = getattr(gpu.cuda, "get_allocator_backend", lambda: "native")()
     if backend != "native":
         raise NotHereError(f"the allocator is {backend}")
     gpu.clean()
 
 
-def _pool(gpu: Device) -> Any:
+def _pool(gpu: ExaminedDevice) -> Any:
     if not hasattr(gpu.cuda, "MemPool"):
         raise NotHereError("this torch has no memory pools")
     return gpu.cuda.MemPool()

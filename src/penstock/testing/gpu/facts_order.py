@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from penstock.testing.gpu import cudart
-from penstock.testing.gpu.fact import Device, Fact, expect, fact, in_thread
+from penstock.testing.gpu.fact import ExaminedDevice, Fact, expect, fact, in_thread
 
 _MOVER: Final = "runtime/cuda/mover.py, [Note: streams]"
 _LINK: Final = "runtime/cuda/link.py"
@@ -18,7 +18,7 @@ _LANES: Final = "runtime/cuda/lanes.py"
 
 
 @fact("An event that was never recorded is complete.", relies=f"{_LANES}: what has no event")
-def event_unrecorded(gpu: Device) -> None:
+def event_unrecorded(gpu: ExaminedDevice) -> None:
     """Query with torch, and with the runtime itself."""
     expect(gpu.cuda.Event().query(), "torch's event is not complete")
     library, made = cudart.library(), ctypes.c_void_p()
@@ -35,7 +35,7 @@ def event_unrecorded(gpu: Device) -> None:
     relies=f"{_MOVER}: the device runs behind the interpreter",
     late=True,
 )
-def host_runs_ahead(gpu: Device) -> None:
+def host_runs_ahead(gpu: ExaminedDevice) -> None:
     """Run an operator after a delay."""
     x = gpu.full(0)
     gpu.cuda.synchronize()
@@ -49,7 +49,7 @@ def host_runs_ahead(gpu: Device) -> None:
     relies=f"{_MOVER}, rule 1",
     late=True,
 )
-def event_marks_a_place(gpu: Device) -> None:
+def event_marks_a_place(gpu: ExaminedDevice) -> None:
     """Record an event between two delays."""
     stream = gpu.stream()
     first = gpu.delay(stream)
@@ -65,7 +65,7 @@ def event_marks_a_place(gpu: Device) -> None:
     relies=f"{_MOVER}, rules 1, 4 and 5: no cycle of waits",
     late=True,
 )
-def wait_takes_the_state(gpu: Device) -> None:
+def wait_takes_the_state(gpu: ExaminedDevice) -> None:
     """Record the event again, after a delay, when the other stream has begun to wait."""
     one, other = gpu.stream(), gpu.stream()
     event = gpu.cuda.Event()
@@ -82,7 +82,7 @@ def wait_takes_the_state(gpu: Device) -> None:
     "What is enqueued after a stream has waited for an event sees what was done before that event.",
     relies=f"{_MOVER}, rules 1, 4, 5 and 7",
 )
-def wait_orders_streams(gpu: Device) -> None:
+def wait_orders_streams(gpu: ExaminedDevice) -> None:
     """Fill memory late on one stream, and copy it on the other."""
     one, other = gpu.stream(), gpu.stream()
     source, target = gpu.full(0), gpu.full(0)
@@ -103,7 +103,7 @@ def wait_orders_streams(gpu: Device) -> None:
     relies=f"{_MOVER}: every wait there is needed",
     late=True,
 )
-def streams_are_independent(gpu: Device) -> None:
+def streams_are_independent(gpu: ExaminedDevice) -> None:
     """Use a busy stream, and one with little work."""
     one, other = gpu.stream(), gpu.stream()
     busy = gpu.delay(one)
@@ -116,7 +116,7 @@ def streams_are_independent(gpu: Device) -> None:
     relies=f"{_LANES}: copies overlap with training on the default stream",
     late=True,
 )
-def default_stream_holds_nobody_up(gpu: Device) -> None:
+def default_stream_holds_nobody_up(gpu: ExaminedDevice) -> None:
     """Check both directions."""
     default, side = gpu.cuda.default_stream(), gpu.stream()
     for busy_one, free_one in ((default, side), (side, default)):
@@ -132,7 +132,7 @@ def default_stream_holds_nobody_up(gpu: Device) -> None:
     "The default stream's handle is 0.",
     relies="testing/order.py: default streams have all the same handle",
 )
-def default_stream_is_zero(gpu: Device) -> None:
+def default_stream_is_zero(gpu: ExaminedDevice) -> None:
     """Check that torch uses the legacy default stream."""
     handle = gpu.cuda.default_stream().cuda_stream
     expect(handle == 0, f"it is {handle:#x}")
@@ -143,7 +143,7 @@ def default_stream_is_zero(gpu: Device) -> None:
     relies="staging.py: the thread waits for its own stream",
     late=True,
 )
-def synchronize_waits_for_its_own(gpu: Device) -> None:
+def synchronize_waits_for_its_own(gpu: ExaminedDevice) -> None:
     """Synchronize with another stream busy."""
     one, other = gpu.stream(), gpu.stream()
     busy = gpu.delay(one)
@@ -159,7 +159,7 @@ def synchronize_waits_for_its_own(gpu: Device) -> None:
     relies="programs that load batches on a stream of their own",
     late=True,
 )
-def wait_stream_takes_the_state(gpu: Device) -> None:
+def wait_stream_takes_the_state(gpu: ExaminedDevice) -> None:
     """Enqueue a delay after the wait."""
     one, other = gpu.stream(), gpu.stream()
     first = gpu.delay(one)
@@ -175,7 +175,7 @@ def wait_stream_takes_the_state(gpu: Device) -> None:
     "An event may be destroyed while a stream waits for it; the stream waits all the same.",
     relies=f"{_LANES}: Copy.after is dropped once the copy is issued",
 )
-def event_may_die(gpu: Device) -> None:
+def event_may_die(gpu: ExaminedDevice) -> None:
     """Delete the event before the work that precedes it has ended."""
     one, other = gpu.stream(), gpu.stream()
     source, target = gpu.full(0), gpu.full(0)
@@ -197,7 +197,7 @@ def event_may_die(gpu: Device) -> None:
     "When an event has been reached, the host sees what was copied before it, in any thread.",
     relies=f"{_MOVER}, rule 3",
 )
-def reached_means_visible(gpu: Device) -> None:
+def reached_means_visible(gpu: ExaminedDevice) -> None:
     """Copy to pinned memory, and read it in another thread after the event."""
     source = gpu.full(3)
     host = torch.zeros(source.numel(), dtype=torch.uint8).pin_memory()
@@ -217,7 +217,7 @@ def reached_means_visible(gpu: Device) -> None:
     "The device time between two events is what the work between them took, and adds up.",
     relies=f"{_LANES}, [Note: when copies happened]",
 )
-def elapsed_time_adds_up(gpu: Device) -> None:
+def elapsed_time_adds_up(gpu: ExaminedDevice) -> None:
     """Record three events around two delays."""
     stream = gpu.stream()
     events = [gpu.mark(stream, timed=True)]
@@ -238,7 +238,7 @@ def elapsed_time_adds_up(gpu: Device) -> None:
     relies="runtime/executor.py and the lanes: times are read when events have been reached",
     late=True,
 )
-def elapsed_time_needs_both(gpu: Device) -> None:
+def elapsed_time_needs_both(gpu: ExaminedDevice) -> None:
     """Check that the error does not persist."""
     stream = gpu.stream()
     start = gpu.mark(stream, timed=True)
@@ -257,7 +257,7 @@ def elapsed_time_needs_both(gpu: Device) -> None:
     "Waiting for a blocking event leaves the processor idle.",
     relies=f"{_LINK}: record",
 )
-def blocking_event_sleeps(gpu: Device) -> None:
+def blocking_event_sleeps(gpu: ExaminedDevice) -> None:
     """Compare thread time with the clock."""
     event = gpu.cuda.Event(blocking=True)
     for _ in range(4):
@@ -274,7 +274,7 @@ def blocking_event_sleeps(gpu: Device) -> None:
     relies=f"{_LINK}: synchronize",
     late=True,
 )
-def wait_releases_the_gil(gpu: Device) -> None:
+def wait_releases_the_gil(gpu: ExaminedDevice) -> None:
     """Count in another thread meanwhile."""
     event = gpu.delay()
     begun, over = threading.Event(), threading.Event()
@@ -302,7 +302,7 @@ def wait_releases_the_gil(gpu: Device) -> None:
     "Torch hands out 32 streams of one priority in turn, then the first again.",
     relies=f"{_LINK}: copy_stream takes the other pool",
 )
-def pool_repeats(gpu: Device) -> None:
+def pool_repeats(gpu: ExaminedDevice) -> None:
     """Take 33 streams in a row."""
     handles = [gpu.stream().cuda_stream for _ in range(33)]
     expect(len(set(handles[:32])) == 32, f"{len(set(handles[:32]))} of 32 are different")
@@ -313,7 +313,7 @@ def pool_repeats(gpu: Device) -> None:
     "Streams of high priority are none of the others.",
     relies=f"{_LINK}: copy_stream is not a stream that the program has",
 )
-def priorities_have_pools(gpu: Device) -> None:
+def priorities_have_pools(gpu: ExaminedDevice) -> None:
     """Compare all streams of both pools."""
     normal = {gpu.stream().cuda_stream for _ in range(32)}
     high = {gpu.cuda.Stream(priority=-1).cuda_stream for _ in range(32)}
@@ -324,7 +324,7 @@ def priorities_have_pools(gpu: Device) -> None:
     "A stream made with priority -1 comes before one made without.",
     relies=f"{_LINK}: copy_stream",
 )
-def priority_is_higher(gpu: Device) -> None:
+def priority_is_higher(gpu: ExaminedDevice) -> None:
     """Check that a lower number is a higher priority."""
     high, normal = gpu.cuda.Stream(priority=-1).priority, gpu.stream().priority
     expect(high < normal, f"their priorities are {high} and {normal}")
@@ -334,7 +334,7 @@ def priority_is_higher(gpu: Device) -> None:
     "The current stream equals, and hashes as, the one that was made current.",
     relies="runtime/cuda/mover.py: streams are kept in sets",
 )
-def streams_are_values(gpu: Device) -> None:
+def streams_are_values(gpu: ExaminedDevice) -> None:
     """Compare different objects of one stream."""
     stream = gpu.stream()
     with gpu.cuda.stream(stream):
@@ -347,7 +347,7 @@ def streams_are_values(gpu: Device) -> None:
     "A stream outlives its object.",
     relies="runtime/cuda/mover.py: use",
 )
-def streams_live_on(gpu: Device) -> None:
+def streams_live_on(gpu: ExaminedDevice) -> None:
     """Enqueue work with its handle."""
     stream = gpu.stream()
     handle = stream.cuda_stream
@@ -363,7 +363,7 @@ def streams_live_on(gpu: Device) -> None:
     "The current stream is each thread's own: a new thread has the default stream.",
     relies="runtime/cuda/lanes.py and optim/update.py: threads name their stream",
 )
-def current_stream_is_a_threads(gpu: Device) -> None:
+def current_stream_is_a_threads(gpu: ExaminedDevice) -> None:
     """Start the thread from one with another current stream."""
     with gpu.cuda.stream(gpu.stream()):
         found = in_thread(gpu.cuda.current_stream)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from penstock.testing.gpu.fact import Device, Fact, NotHereError, expect, fact, in_thread
+from penstock.testing.gpu.fact import ExaminedDevice, Fact, NotHereError, expect, fact, in_thread
 
 _HOOKS: Final = "hooks/saved_tensors.py"
 _LANES: Final = "runtime/cuda/lanes.py: threads set their device first"
@@ -19,7 +19,7 @@ _LANES: Final = "runtime/cuda/lanes.py: threads set their device first"
     "Saved tensors are packed in the thread and on the stream of forward, and unpacked on that stream.",
     relies=f"{_HOOKS}, and runtime/cuda/mover.py: which streams work with a storage",
 )
-def backward_runs_on_forwards_stream(gpu: Device) -> None:
+def backward_runs_on_forwards_stream(gpu: ExaminedDevice) -> None:
     """Run forward on a separate stream, and backward from the default stream."""
     stream = gpu.stream()
     seen: dict[str, tuple[Any, int]] = {}
@@ -47,7 +47,7 @@ def backward_runs_on_forwards_stream(gpu: Device) -> None:
     "Backward of a device's nodes runs in a thread of autograd's own, with that device current.",
     relies=f"{_HOOKS}: hooks are thread-local, and unpack is called in another thread",
 )
-def backward_has_threads(gpu: Device) -> None:
+def backward_has_threads(gpu: ExaminedDevice) -> None:
     """Use the last device, which is not 0 if there are several."""
     index = gpu.cuda.device_count() - 1
     seen: list[tuple[int, int]] = []
@@ -70,7 +70,7 @@ def backward_has_threads(gpu: Device) -> None:
     "When backward returns, the caller's stream comes after all gradients, whichever stream made them.",
     relies="optim/update.py and jobs: gradients are read on the current stream",
 )
-def caller_comes_after_gradients(gpu: Device) -> None:
+def caller_comes_after_gradients(gpu: ExaminedDevice) -> None:
     """Delay a gradient on a separate stream."""
     stream = gpu.stream()
     x: Any = torch.ones(1 << 20, device=gpu.device, requires_grad=True)
@@ -96,7 +96,7 @@ def caller_comes_after_gradients(gpu: Device) -> None:
     relies="testing/order.py: watch",
     fresh=True,
 )
-def torch_traces(gpu: Device) -> None:
+def torch_traces(gpu: ExaminedDevice) -> None:
     """Use the callbacks of torch.cuda._gpu_trace, or those of another kind of device."""
     try:
         trace: Any = importlib.import_module(f"{gpu.cuda.__name__}._gpu_trace")
@@ -125,7 +125,7 @@ def torch_traces(gpu: Device) -> None:
 
 
 @fact("A new thread's device is 0, whichever its maker's is.", relies=_LANES, devices=2)
-def new_threads_have_device_0(gpu: Device) -> None:
+def new_threads_have_device_0(gpu: ExaminedDevice) -> None:
     """Start the thread with device 1 current."""
     with gpu.cuda.device(1):
         found = in_thread(gpu.cuda.current_device)
@@ -138,7 +138,7 @@ def new_threads_have_device_0(gpu: Device) -> None:
     devices=2,
     fresh=True,
 )
-def own_device_only(gpu: Device) -> None:
+def own_device_only(gpu: ExaminedDevice) -> None:
     """Use memory, streams, events, copies and backward."""
     gpu.cuda.set_device(1)
     x: Any = torch.ones(1024, device=gpu.second, requires_grad=True)
@@ -158,7 +158,7 @@ def own_device_only(gpu: Device) -> None:
     devices=2,
     fresh=True,
 )
-def query_makes_a_context(gpu: Device) -> None:
+def query_makes_a_context(gpu: ExaminedDevice) -> None:
     """Use a new thread, which has device 0."""
     gpu.cuda.set_device(1)
     torch.ones(1024, device=gpu.second)
@@ -175,7 +175,7 @@ def query_makes_a_context(gpu: Device) -> None:
     devices=2,
     fresh=True,
 )
-def leaving_a_stream_makes_a_context(gpu: Device) -> None:
+def leaving_a_stream_makes_a_context(gpu: ExaminedDevice) -> None:
     """Use a new thread, which has device 0."""
     gpu.cuda.set_device(1)
     stream = gpu.cuda.Stream()
@@ -196,7 +196,7 @@ def leaving_a_stream_makes_a_context(gpu: Device) -> None:
     devices=2,
     fresh=True,
 )
-def set_device_first(gpu: Device) -> None:
+def set_device_first(gpu: ExaminedDevice) -> None:
     """Use queries, streams and copies."""
     gpu.cuda.set_device(1)
     x = torch.ones(1024, device=gpu.second)
@@ -216,7 +216,7 @@ def set_device_first(gpu: Device) -> None:
     expect(_contexts(gpu) == [1], f"there are contexts on {_contexts(gpu)}")
 
 
-def _contexts(gpu: Device) -> list[int]:
+def _contexts(gpu: ExaminedDevice) -> list[int]:
     """Return the devices on which this process has a context."""
     has: Any = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     if has is None or gpu.device.type != "cuda":

@@ -33,7 +33,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Request:
+class FigureRequest:
     """Parameters of a measurement.
 
     Attributes:
@@ -74,7 +74,7 @@ class Figure:
         devices: Number of devices that it needs.
     """
 
-    measure: Callable[[Request], None]
+    measure: Callable[[FigureRequest], None]
     limit_s: float
     environment: Mapping[str, str] = field(default_factory=dict)
     devices: int = 1
@@ -83,7 +83,7 @@ class Figure:
 # -- the link -------------------------------------------------------------------------------------
 
 
-def link(request: Request) -> None:
+def link(request: FigureRequest) -> None:
     """Measure copies in both directions, with pinned and other memory, and in both at once."""
     nbytes = request.sized(512 * MIB)
     device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
@@ -125,7 +125,7 @@ def _device_seconds(work: Callable[[], object]) -> float:
 # -- steps ----------------------------------------------------------------------------------------
 
 
-def step(network: str, place: str, request: Request) -> None:
+def step(network: str, place: str, request: FigureRequest) -> None:
     """Measure a step against plain torch, with a batch that fits and with four times that."""
     job, host_memory = steps.JOBS[network], steps.pinned_bytes()
     if request.small:
@@ -140,7 +140,7 @@ def step(network: str, place: str, request: Request) -> None:
     for number, factor in enumerate(factors, 1):
         share = 0.5 if factor == 1 else 1 / factor
         figures = _step_at(
-            steps.Training(job, batch * factor),
+            steps.NetworkTraining(job, batch * factor),
             (share, 1.5 * share, 0.9),
             host_memory=host_memory,
             flash=request.directory if place == "flash" else (),
@@ -152,7 +152,9 @@ def step(network: str, place: str, request: Request) -> None:
         torch.cuda.empty_cache()
 
 
-def _step_at(training: steps.Training, shares: Sequence[float], **how: Any) -> dict[str, Any]:
+def _step_at(
+    training: steps.NetworkTraining, shares: Sequence[float], **how: Any
+) -> dict[str, Any]:
     """Return figures under the first sufficient budget, or the refusal if there is none."""
     refused: dict[str, Any] = {}
     for share in shares:
@@ -168,7 +170,7 @@ def _step_at(training: steps.Training, shares: Sequence[float], **how: Any) -> d
 # -- GPU-direct -----------------------------------------------------------------------------------
 
 
-def direct(request: Request) -> None:
+def direct(request: FigureRequest) -> None:
     """Measure transfers between flash and device memory without the host, and compare the bits."""
     os.environ["PENSTOCK_GPU_DIRECT"] = "on"
     rows = max(64, request.sized(48 * MIB) // 4 // 1024)
@@ -214,7 +216,7 @@ def _trained(rows: int) -> list[torch.Tensor]:
 # -- optimizer and checkpoints --------------------------------------------------------------------
 
 
-def optimizer(request: Request) -> None:
+def optimizer(request: FigureRequest) -> None:
     """Measure a step of AdamW with its states on flash, and of torch's on the device."""
     width = 128 if request.small else 4096
     model, twin = _wide(width), _wide(width)
@@ -250,7 +252,7 @@ def optimizer(request: Request) -> None:
     )
 
 
-def checkpoints(request: Request) -> None:
+def checkpoints(request: FigureRequest) -> None:
     """Measure a durable save and a load of a network and its optimizer on the device."""
     model = _wide(128 if request.small else 4096)
     adam = torch.optim.AdamW(model.parameters())
@@ -300,7 +302,7 @@ def _wall(work: Callable[[], object], until_s: float, *, most: int = 6) -> list[
 # -- several devices ------------------------------------------------------------------------------
 
 
-def second_device(request: Request) -> None:
+def second_device(request: FigureRequest) -> None:
     """Check that sessions on device 1, to host memory and to flash, make no context on device 0."""
     torch.cuda.set_device(1)
     rows = max(64, request.sized(8 * MIB) // 4 // 1024)
@@ -340,7 +342,9 @@ def work(options: argparse.Namespace) -> int:
     """
     tell: Any = partial(processes.append, options.records)
     try:
-        FIGURES[options.names[0]].measure(Request(options.dir, options.scale, options.limit, tell))
+        FIGURES[options.names[0]].measure(
+            FigureRequest(options.dir, options.scale, options.limit, tell)
+        )
     except RefusedError as error:
         tell({"refused": str(error)})
     except Exception as error:  # noqa: BLE001  (a driver or a kernel may fail in any way)

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.testing.order import Order, Span, stream_here, watch
+from penstock.testing.order import AccessOrder, Span, stream_here, watch
 
 _NO_KERNEL: Final = frozenset(
     {"is_pinned", "record_stream", "resize_", "set_", "_pin_memory", "is_set_to", "lift_fresh"}
@@ -28,10 +28,10 @@ _WAITS: Final = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "item",
 """Operators for whose result the host waits."""
 
 
-class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reports the operators of the thread that enters it to ``order``."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: AccessOrder) -> None:
         """Remember the checker."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._order = order
@@ -72,18 +72,18 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def observed(order: Order) -> Iterator[None]:
+def observed(order: AccessOrder) -> Iterator[None]:
     """Observe this thread, its backward passes, and threads started inside the block."""
     run = threading.Thread.run
 
     def observe(self: threading.Thread) -> None:
-        with Observer(order):
+        with OperatorObserver(order):
             run(self)
 
     watch(order)
     threading.Thread.run = observe  # type: ignore[method-assign]
     try:
-        with Observer(order):
+        with OperatorObserver(order):
             yield
     finally:
         threading.Thread.run = run  # type: ignore[method-assign]

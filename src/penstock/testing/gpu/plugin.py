@@ -16,7 +16,7 @@ import pytest
 
 from penstock.testing.gpu import processes
 from penstock.testing.gpu.observer import observed
-from penstock.testing.order import Order
+from penstock.testing.order import AccessOrder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,7 +65,7 @@ class _Orders:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        order = Order()
+        order = AccessOrder()
         self._handovers.use(order)
         try:
             with observed(order):

@@ -29,7 +29,7 @@ _LOOK_S: Final = 0.1
 _TAIL: Final = 12
 
 
-class Interrupts:
+class NotedInterrupts:
     """Records Ctrl-C and SIGTERM inside the block without raising, so that children can be ended.
 
     Attributes:
@@ -40,7 +40,7 @@ class Interrupts:
 
     def __enter__(self) -> None:
         """Begin to record; ignored signals stay ignored."""
-        Interrupts.asked = False
+        NotedInterrupts.asked = False
         numbers = (signal.SIGINT, signal.SIGTERM)
         noted = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._note) for number in noted}
@@ -49,15 +49,15 @@ class Interrupts:
         """Restore the handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        Interrupts.asked = False
+        NotedInterrupts.asked = False
 
     @staticmethod
     def _note(*_: object) -> None:
-        Interrupts.asked = True
+        NotedInterrupts.asked = True
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessResult:
     """Result of a process.
 
     Attributes:
@@ -103,10 +103,10 @@ def run(
     limit_s: float,
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
-) -> Ended:
+) -> ProcessResult:
     """Run Python in its own process group; return when it has ended, or soon after ``limit_s``.
 
-    An interrupt (see :class:`Interrupts`) stops it, or prevents its start.
+    An interrupt (see :class:`NotedInterrupts`) stops it, or prevents its start.
 
     Args:
         command: Arguments of the interpreter.
@@ -115,8 +115,8 @@ def run(
         environment: Environment variables that override those of this process.
         directory: Working directory; by default the current one.
     """
-    if Interrupts.asked:
-        return Ended([], None, 0.0, interrupted=True)
+    if NotedInterrupts.asked:
+        return ProcessResult([], None, 0.0, interrupted=True)
     environ = os.environ | child_environment() | dict(environment or {})
     start = time.monotonic()
     with tempfile.TemporaryFile() as output:
@@ -129,17 +129,21 @@ def run(
             cwd=directory,
             start_new_session=True,
         )
-        while child.poll() is None and not Interrupts.asked and time.monotonic() < start + limit_s:
+        while (
+            child.poll() is None
+            and not NotedInterrupts.asked
+            and time.monotonic() < start + limit_s
+        ):
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_LOOK_S)
-        interrupted = Interrupts.asked
+        interrupted = NotedInterrupts.asked
         stopped = child.poll() is None and not interrupted
         _end(child)
         seconds = time.monotonic() - start
         output.seek(0)
         said = output.read().decode("utf-8", "replace").splitlines()
     tail = [line for line in said if line.strip()][-_TAIL:]
-    return Ended(read(records), child.returncode, seconds, stopped, interrupted, tail)
+    return ProcessResult(read(records), child.returncode, seconds, stopped, interrupted, tail)
 
 
 def child_environment() -> dict[str, str]:

@@ -29,7 +29,7 @@ WARM_UP: Final = 4
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A network in training.
 
     Attributes:
@@ -48,12 +48,12 @@ class Job:
 
 
 JOBS: Final = {
-    "resnet50": Job("resnet50", 256, {"image_size": 224}, torch.float32),
-    "gpt2": Job("gpt2", 24, {"sequence_length": 1024, "dropout": 0.0}, torch.bfloat16),
+    "resnet50": TrainingJob("resnet50", 256, {"image_size": 224}, torch.float32),
+    "gpt2": TrainingJob("gpt2", 24, {"sequence_length": 1024, "dropout": 0.0}, torch.bfloat16),
 }
 
 
-class Training:
+class NetworkTraining:
     """One network on the current device, a step at a time.
 
     Attributes:
@@ -62,7 +62,7 @@ class Training:
         optimizer: SGD without momentum, which has no state.
     """
 
-    def __init__(self, job: Job, batch_size: int) -> None:
+    def __init__(self, job: TrainingJob, batch_size: int) -> None:
         """Build the network and one batch for all steps."""
         torch.manual_seed(0)
         self.batch_size = batch_size
@@ -91,15 +91,15 @@ class Training:
             return session.budget.peak_bytes
 
 
-def fitting_batch(job: Job, *, wanted: int, most_saved_bytes: int) -> int:
+def fitting_batch(job: TrainingJob, *, wanted: int, most_saved_bytes: int) -> int:
     """Return the largest batch up to ``wanted`` for which autograd saves up to ``most_saved_bytes``."""
     small = min(wanted, 4)
-    each = max(1, Training(job, small).saved_bytes() // small)
+    each = max(1, NetworkTraining(job, small).saved_bytes() // small)
     return max(1, min(wanted, most_saved_bytes // each))
 
 
 def measure(
-    training: Training,
+    training: NetworkTraining,
     *,
     budget_share: float,
     host_memory: int,
@@ -143,7 +143,7 @@ def measure(
 
 
 def _compare(
-    session: penstock.Session, training: Training, modes: Modes, rounds: int, end_s: float
+    session: penstock.Session, training: NetworkTraining, modes: Modes, rounds: int, end_s: float
 ) -> dict[str, Any]:
     session.budget.reset_peak()
     samples: dict[str, list[tuple[float, int]]] = {mode: [] for mode in modes}
