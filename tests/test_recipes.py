@@ -16,7 +16,7 @@ from penstock.core.units import MIB
 from penstock.plan import Action, Decision
 from penstock.plan.groups import groups_of
 from penstock.plan.recipes import recipe_name
-from penstock.plan.recomputing import RecomputeChoices
+from penstock.plan.recompute import RecomputeChoices
 from penstock.runtime import digests
 from penstock.runtime.movers import CpuMover
 from penstock.runtime.remade import REMADE

@@ -21,7 +21,7 @@ from penstock.lab import zoo
 from penstock.lab.dry import dry_profile
 from penstock.lab.ssd import Placement, Update
 from penstock.lab.ssd.device import Device
-from penstock.lab.ssd.simulated import SimulationEngine, simulate
+from penstock.lab.ssd.simulation import SimulationEngine, simulate
 from penstock.plan import Budgets, Machine, Profile, policies
 from penstock.plan.replay import replay
 from penstock.plan.roofline import retimed

@@ -7,7 +7,7 @@ from typing import Any
 
 from _optimstore_models import CARDS, LEAST, MOST, ROUNDING
 
-from penstock.report.look import BUDGET_COLOUR, COLOURS, FAINT, INK, STYLE, dress, matplotlib
+from penstock.report.style import BUDGET_COLOUR, COLOURS, FAINT, INK, STYLE, dress, matplotlib
 
 CARD_NAMES = {"a100-g10": "A100", "rtx-3090": "RTX 3090", "v100-nvme": "V100"}
 

@@ -28,8 +28,8 @@ from _papers_paper import Line, OnPaper, percent, took
 
 import _results
 from penstock.plan import Budgets, CodecSample, Machine, Profile, SlotProfile
-from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.policies.flashneuron import choose as flashneurons_choice
+from penstock.plan.problem import Choice, PlanningProblem
 
 NETWORKS: dict[str, dict[str, Any]] = {
     "resnet1922": {},

@@ -32,13 +32,13 @@ from _papers_layers import Layer, by_layer
 from _papers_paper import GIB, Line, OnPaper, figures, gib, percent, took
 
 from penstock.plan import Machine, Profile
-from penstock.plan.assemble import assemble
+from penstock.plan.assembly import assemble
 from penstock.plan.baseline import static_bytes, workspace_bytes
-from penstock.plan.case import PlanningProblem
 from penstock.plan.convolution import with_algorithms
 from penstock.plan.plan import Plan
 from penstock.plan.policies.vdnn_all import every_map, offload_maps
 from penstock.plan.policies.vdnn_conv import convolutions_maps
+from penstock.plan.problem import PlanningProblem
 from penstock.plan.profile import Event
 from penstock.plan.replay import Replayed, replay
 

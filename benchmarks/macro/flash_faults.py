@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import _results
-from penstock.io.spoiled import CorruptingEngine
 from penstock.lab.ssd import load
+from penstock.lab.ssd.bit_flips import BitFlips, DieCheck
 from penstock.lab.ssd.faults import LIGHT, NO_CODE, raw_rate
-from penstock.lab.ssd.flips import BitFlips, DieCheck
 from penstock.optim import FlashAdamW
+from penstock.testing.corrupting_engine import CorruptingEngine
 
 CONTEXT, BATCH, WIDTH = 32, 64, 256
 GUARDS = {

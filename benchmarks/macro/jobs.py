@@ -40,7 +40,7 @@ from penstock.core.errors import ConfigError, JobError
 from penstock.core.units import GIB, MIB
 from penstock.jobs import Description, Manager
 from penstock.jobs.cgroups import Cgroup, own_place
-from penstock.jobs.enclosure import JobCgroups
+from penstock.jobs.job_cgroups import JobCgroups
 from penstock.jobs.processes import held_bytes
 
 WIDTH, BATCH = 2048, 128

@@ -26,8 +26,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import _results
-from penstock.lab.ssd.element import Element, Rounding, constants, inverse_root, to_fp32
-from penstock.lab.ssd.flips import BitFlips, DieCheck
+from penstock.lab.ssd.bit_flips import BitFlips, DieCheck
+from penstock.lab.ssd.processing_element import Element, Rounding, constants, inverse_root, to_fp32
 
 RATE = 1e-3
 CONTEXT, WIDTH = 32, 64

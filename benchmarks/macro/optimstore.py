@@ -28,7 +28,7 @@ from penstock.lab.ssd import Gradient, Placement, Update, load, step, with_field
 from penstock.lab.ssd.energy import Boundary
 from penstock.lab.ssd.operations import phases
 from penstock.lab.ssd.optimizers import OPTIMIZERS
-from penstock.lab.ssd.simulated import SimulationEngine, channel_waits, extrapolate, simulate
+from penstock.lab.ssd.simulation import SimulationEngine, channel_waits, extrapolate, simulate
 
 DEVICE = load("optimstore")
 ADAM = Update(parameters=6_700_000_000, optimizer="adam")

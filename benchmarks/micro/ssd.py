@@ -20,7 +20,7 @@ from penstock.lab.ssd import Placement, Update, load, step, with_field
 from penstock.lab.ssd.drive import Drive
 from penstock.lab.ssd.operations import phases
 from penstock.lab.ssd.requests import Workload
-from penstock.lab.ssd.simulated import SimulationEngine, simulate
+from penstock.lab.ssd.simulation import SimulationEngine, simulate
 
 EVENTS_PER_S = 500_000
 PAGES_PER_S = 10_000_000

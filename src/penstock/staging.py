@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.core import captures
+from penstock.core import graph_captures
 from penstock.core.errors import PenstockWarning
 from penstock.core.locks import Lock
 from penstock.core.units import MIB
@@ -107,7 +107,7 @@ class Staging:
     def _ordered_after(self, after: Event) -> Iterator[None]:
         """Make the stream current inside the block, after an event; wait for it at the end."""
         # torch.cuda.stream alone would call cudaSetDevice on leaving, which creates a context
-        with torch.no_grad(), torch.cuda.device(self.device), captures.relaxed():
+        with torch.no_grad(), torch.cuda.device(self.device), graph_captures.relaxed():
             try:
                 with torch.cuda.stream(self._stream):
                     if after is not None:
@@ -209,7 +209,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 def pinned(nbytes: int) -> Tensor:
     """Return uint8 host memory, pinned if the driver can; torch caches it once it is freed."""
     # memory allocated in inference mode could not be filled outside of it
-    with torch.inference_mode(False), captures.relaxed():
+    with torch.inference_mode(False), graph_captures.relaxed():
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:

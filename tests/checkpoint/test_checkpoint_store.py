@@ -27,7 +27,7 @@ from penstock.checkpoint.disk import Directory, Disk, lock
 from penstock.checkpoint.dtypes import DTYPES
 from penstock.core.units import MIB
 from penstock.io.arena import Arena
-from penstock.io.supply import Prefault
+from penstock.io.prefault import Prefault
 
 STORE = small_store()
 

@@ -13,7 +13,7 @@ from penstock.codec.base import HEADER_BYTES
 from penstock.codec.casts import LARGEST, BFloat16
 from penstock.codec.int8 import Int8
 from penstock.codec.kernels import casts as kernels
-from penstock.codec.twins import casts as twins
+from penstock.codec.reference import casts as twins
 from penstock.testing.codecs import CodecTests, decode, encode, roundtrip
 
 GOLDEN = Path(__file__).parents[1] / "golden/codec"

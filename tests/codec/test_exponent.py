@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.codec.base import HEADER_BYTES, ITEMSIZE, read_header
 from penstock.codec.exponent import Exponent
 from penstock.codec.kernels import exponent as kernels
-from penstock.codec.twins import exponent as twins
+from penstock.codec.reference import exponent as twins
 from penstock.core.errors import CodecError
 from penstock.testing.codec_samples import Guarded, placed, sources
 from penstock.testing.codecs import CodecTests, decode, roundtrip

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.codec.base import HEADER_BYTES
 from penstock.codec.int8 import LEAST_STEP, Int8
 from penstock.codec.kernels import int8 as kernels
-from penstock.codec.twins import int8 as twins
+from penstock.codec.reference import int8 as twins
 from penstock.core.errors import CodecError
 from penstock.testing.codecs import CodecTests, decode, encode
 

@@ -12,7 +12,7 @@ from penstock.codec.base import HEADER_BYTES, ITEMSIZE, read_header
 from penstock.codec.device.base import decode_tensor, encode_tensor
 from penstock.codec.kernels import narrow as kernels
 from penstock.codec.narrow import HEAD_BYTES, Narrow
-from penstock.codec.twins import narrow as twins
+from penstock.codec.reference import narrow as twins
 from penstock.core.errors import CodecError
 from penstock.testing.codec_samples import placed
 from penstock.testing.codecs import CodecTests, decode, encode, roundtrip

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.codec.base import HEADER_BYTES, ITEMSIZE
 from penstock.codec.kernels import positive as kernels
 from penstock.codec.positive import NEGATIVE_INFINITY, ONE, Positive
-from penstock.codec.twins import positive as twins
+from penstock.codec.reference import positive as twins
 from penstock.core.errors import CodecError
 from penstock.testing.codec_samples import placed, sources, special_words
 from penstock.testing.codecs import CodecTests, decode, encode

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.codec.base import HEADER_BYTES, read_header
 from penstock.codec.kernels import zero_value as kernels
-from penstock.codec.twins import zero_value as twins
+from penstock.codec.reference import zero_value as twins
 from penstock.codec.zero_value import ZeroValue
 from penstock.core.errors import CodecError
 from penstock.testing.codec_samples import placed, sources

@@ -57,7 +57,7 @@ def set_schedule(schedule: Schedule, seed: int = 0) -> None:
 
 
 def recorded_by_allocator(thread: int) -> set[int]:
-    """See ``penstock.testing.order.AccessOrder``."""
+    """See ``penstock.testing.access_order.AccessOrder``."""
     handles = (ctypes.c_void_p * 64)()
     count = calls.emu_recorded_by_allocator(thread, handles, len(handles))
     return {handle or 0 for handle in handles[:count]}

@@ -1,7 +1,7 @@
 """Where Penstock's threads hand work and memory to each other, for the order checker.
 
 Each entry is a promise of the design: whoever comes after it knows what the other knew. Nothing else
-joins the clocks of two threads (see ``[Note: threads]`` in ``penstock.testing.order``).
+joins the clocks of two threads (see ``[Note: threads]`` in ``penstock.testing.access_order``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.runtime.encoding.jobs import WriteJob
 from penstock.runtime.encoding.scratch import ScratchSlots
 from penstock.runtime.encoding.worker import CodecWorker
 from penstock.staging import CopyStep, Staging
-from penstock.testing.order import AccessOrder, Span
+from penstock.testing.access_order import AccessOrder, Span
 from penstock.tier.base import Tier
 
 try:

@@ -22,7 +22,7 @@ import emulator
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from penstock.testing.order import AccessOrder, Span, stream_here
+from penstock.testing.access_order import AccessOrder, Span, stream_here
 
 aten = torch.ops.aten
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

@@ -19,7 +19,7 @@ import kernels
 import pytest
 import torch
 
-from penstock.testing.order import AccessOrder, watch
+from penstock.testing.access_order import AccessOrder, watch
 
 SCHEDULE = emulator.Schedule[os.environ.get("EMU_SCHEDULE", "lazy").upper()]
 SEED = int(os.environ.get("EMU_SEED", "0"))

@@ -6,8 +6,8 @@ import kernels
 import pytest
 import torch
 
+from penstock.testing.access_order import AccessOrder
 from penstock.testing.gpu.observer import observed
-from penstock.testing.order import AccessOrder
 
 pytestmark = pytest.mark.gpu
 

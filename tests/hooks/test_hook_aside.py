@@ -1,10 +1,10 @@
-"""``penstock.hooks.aside``: our hooks off, and on again."""
+"""``penstock.hooks.functorch_compat``: our hooks off, and on again."""
 
 import pytest
 import torch
 from torch.autograd import graph
 
-from penstock.hooks.aside import FunctorchGuard
+from penstock.hooks.functorch_compat import FunctorchGuard
 
 
 class Hooks:

@@ -1,4 +1,4 @@
-"""``penstock.hooks.protected``: what belongs to the model, however it is dressed."""
+"""``penstock.hooks.exclusions``: what belongs to the model, however it is dressed."""
 
 import weakref
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.hooks.protected import ProtectedStorages, is_dtensor, leaf_of
+from penstock.hooks.exclusions import ProtectedStorages, is_dtensor, leaf_of
 
 
 def holds(protected, tensor):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import ConfigError, TransferError
-from penstock.io import aio, context, files, jobs
+from penstock.io import aio, context, files, transfer_jobs
 from penstock.io.aio import AioEngine, KernelQueue, default_engine
 from penstock.io.threads import ThreadEngine
 from penstock.testing.engines import PATIENCE_S, PIECE_BYTES, EngineTests, aligned, move
@@ -247,7 +247,7 @@ def interrupted_at(count):
 
     def trace(frame, event, argument):
         nonlocal left
-        if event == "call" and frame.f_code.co_filename in (aio.__file__, jobs.__file__):
+        if event == "call" and frame.f_code.co_filename in (aio.__file__, transfer_jobs.__file__):
             left -= 1
             if not left:
                 raise KeyboardInterrupt

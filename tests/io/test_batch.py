@@ -14,7 +14,7 @@ from penstock.io.aio import AioEngine
 from penstock.io.engine import Priority, ReadBatch
 from penstock.io.threads import ThreadEngine
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
-from penstock.testing.moving import PATIENCE_S, aligned, move, run_in_fork
+from penstock.testing.transfers import PATIENCE_S, aligned, move, run_in_fork
 
 PAGE = 4096
 

@@ -14,7 +14,7 @@ from penstock.core.errors import ConfigError, NoSpaceError, TransferError
 from penstock.io import cufile, files
 from penstock.testing.engines import PATIENCE_S, PIECE_BYTES, EngineTests, aligned, move
 from penstock.testing.faults import FaultySyscalls
-from penstock.testing.moving import request, run_in_fork
+from penstock.testing.transfers import request, run_in_fork
 
 
 @pytest.fixture

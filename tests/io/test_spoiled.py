@@ -5,8 +5,8 @@ import pytest
 
 from penstock.io import files
 from penstock.io.engine import Request
-from penstock.io.spoiled import CorruptingEngine
 from penstock.io.threads import ThreadEngine
+from penstock.testing.corrupting_engine import CorruptingEngine
 from penstock.testing.engines import EngineTests
 
 PATIENCE_S = 20

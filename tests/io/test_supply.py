@@ -9,9 +9,9 @@ import pytest
 from pages_resident import resident_bytes
 from penstock.core.units import MIB
 from penstock.io import pages as memory
-from penstock.io import supply
+from penstock.io import prefault
 from penstock.io.mapping import Mapping
-from penstock.io.supply import Prefault
+from penstock.io.prefault import Prefault
 
 COUNTED = [100_000, 40 * MIB, 4096, 3 * MIB]
 
@@ -71,7 +71,7 @@ def test_closed_it_asks_for_no_more(lying_apart, monkeypatch):
         begun.set()
         go_on.wait()
 
-    monkeypatch.setattr(supply, "populate", slow)
+    monkeypatch.setattr(prefault, "populate", slow)
     supplied = Prefault(lying_apart, threads=1)
     begun.wait()
     closing = threading.Thread(target=supplied.close)

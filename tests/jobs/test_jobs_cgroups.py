@@ -18,7 +18,7 @@ from penstock.core.units import MIB
 from penstock.jobs import JobsMachine, budget
 from penstock.jobs.budget import JobsBudget
 from penstock.jobs.cgroups import NO_LIMIT, Cgroup, CgroupMembership, place_of
-from penstock.jobs.enclosure import JobCgroups, remove_groups
+from penstock.jobs.job_cgroups import JobCgroups, remove_groups
 from penstock.jobs.limits import shares
 from penstock.jobs.policy import ALIVE, JobEntry, JobPhase
 

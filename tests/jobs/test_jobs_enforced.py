@@ -14,7 +14,7 @@ from penstock.core.units import MIB
 from penstock.jobs import Manager
 from penstock.jobs.cgroups import Cgroup, own_place
 from penstock.jobs.description import Description
-from penstock.jobs.enclosure import JobCgroups, remove_groups
+from penstock.jobs.job_cgroups import JobCgroups, remove_groups
 
 __all__ = ["managed"]  # a fixture
 

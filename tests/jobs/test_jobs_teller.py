@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from penstock.jobs.policy import JobPhase
-from penstock.jobs.teller import ProgressReporter
+from penstock.jobs.progress import ProgressReporter
 
 
 def job(name, phase, note="", *, held_back=False):

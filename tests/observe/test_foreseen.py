@@ -9,7 +9,7 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.observe.clock import ManualClock
 from penstock.observe.events import Stage, StallCause
-from penstock.observe.foreseen import Forecast, compare
+from penstock.observe.forecast import Forecast, compare
 from penstock.observe.recorder import Recorder
 
 MS = 10**6

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from plan_profiles import COMPUTE, network
 
 from penstock.plan import Budgets, Machine
-from penstock.plan.case import Choice
+from penstock.plan.problem import Choice
 
 AMPLE = 10**12
 

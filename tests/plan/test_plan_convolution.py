@@ -19,8 +19,8 @@ from penstock.plan import (
     policies,
 )
 from penstock.plan.algorithms import INDEXING_SHARE, fastest, lean_algorithm
-from penstock.plan.case import PlanningProblem
 from penstock.plan.convolution import convolutions, frugal, leanest, stepped_down, with_algorithms
+from penstock.plan.problem import PlanningProblem
 from penstock.plan.replay import replay
 
 AMPLE = 10**12

@@ -20,7 +20,7 @@ from penstock.plan import (
     SlotProfile,
     policies,
 )
-from penstock.plan.assemble import mask_of
+from penstock.plan.assembly import mask_of
 from penstock.plan.check import peak_bytes
 from penstock.plan.groups import groups_of
 from penstock.plan.residency import residency

@@ -8,9 +8,9 @@ from plan_choices import every_choice, real_machines, small_problem
 from plan_profiles import MB, machines, networks, profiles
 
 from penstock.plan import Budgets, policies
-from penstock.plan.assemble import draft
-from penstock.plan.case import PlanningProblem
+from penstock.plan.assembly import draft
 from penstock.plan.check import peak_bytes
+from penstock.plan.problem import PlanningProblem
 from penstock.plan.replay import replay
 
 AMPLE = 10**12

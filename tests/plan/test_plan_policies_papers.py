@@ -10,9 +10,9 @@ from plan_profiles import COMPUTE, MACHINE, MB, SHAPE, encodable, network, netwo
 
 from penstock.plan import Action, Budgets, CodecSample, Machine, policies
 from penstock.plan.baseline import oracle_ns, static_bytes
-from penstock.plan.case import PlanningProblem
 from penstock.plan.layers import Layer, prefetch_search
 from penstock.plan.policies.recompute import cost_aware, recompute_ns, sublinear
+from penstock.plan.problem import PlanningProblem
 from penstock.plan.replay import replay
 
 AMPLE = 10**12

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plan_profiles import COMPUTE, MACHINE, MB, network, networks, stack
 
 from penstock.plan import Budgets, policies
-from penstock.plan.least import min_budget
+from penstock.plan.min_budget import min_budget
 
 AMPLE = 10**12
 

@@ -10,9 +10,9 @@ from plan_profiles import MACHINE, MB, MS, network, networks
 
 from penstock.core.errors import PlanError
 from penstock.plan import Action, Budgets, Plan, Profile, SlotKey, policies
-from penstock.plan.assemble import draft
-from penstock.plan.case import PlanningProblem
+from penstock.plan.assembly import draft
 from penstock.plan.plan import Decision
+from penstock.plan.problem import PlanningProblem
 from penstock.plan.recipes import recipe_calls, recipe_members, recipe_name
 from penstock.plan.replay import replay
 

@@ -9,7 +9,7 @@ from plan_choices import any_choice
 from plan_profiles import MACHINE, MB, network, networks, profiles
 
 from penstock.plan import Budgets
-from penstock.plan.case import PlanningProblem
+from penstock.plan.problem import PlanningProblem
 from penstock.plan.profile import Event
 from penstock.plan.residency import OFFLOADED, ResidencyModel, Returned, residency, small_beside
 

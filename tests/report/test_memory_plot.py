@@ -13,8 +13,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.units import GIB, MIB
 from penstock.observe.clock import ManualClock
 from penstock.observe.recorder import Recorder
-from penstock.report.look import MAX_POINTS
 from penstock.report.memory_plot import MemorySeries, plot_memory
+from penstock.report.style import MAX_POINTS
 
 S = 10**9
 

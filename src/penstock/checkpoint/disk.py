@@ -24,7 +24,7 @@ from penstock.core.errors import (
 from penstock.core.fs import try_lock
 from penstock.core.process import release_in_child
 from penstock.io.files import DirectFile, open_at
-from penstock.io.reporting import written
+from penstock.io.traffic_report import written
 from penstock.observe.clients import CHECKPOINTS
 
 _RENAME_NOREPLACE: Final = 1

@@ -42,7 +42,7 @@ from penstock.checkpoint.writing import Base, FilesWriter, Watcher
 from penstock.core.errors import CheckpointError, DamagedError
 from penstock.core.files import absolute_path
 from penstock.io.engine import Engine
-from penstock.io.supply import Prefault
+from penstock.io.prefault import Prefault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,7 +33,7 @@ from penstock.io.aio import default_engine
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, read_end
-from penstock.io.reporting import reported
+from penstock.io.traffic_report import reported
 from penstock.observe.clients import CHECKPOINTS
 
 BUFFERS_BYTES: Final = 16 * MIB

@@ -23,7 +23,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.units import format_duration
 from penstock.lab.ssd import Device, Placement, Step, Update, with_field
 from penstock.lab.ssd.plot import check_lines, plot_sweep
-from penstock.lab.ssd.simulated import SimulationEngine, simulate
+from penstock.lab.ssd.simulation import SimulationEngine, simulate
 from penstock.observe.summary_text import add_row, grid
 
 _MAX_DEVICES: Final = 100_000

@@ -23,7 +23,7 @@ from penstock.lab.ssd.description import nearest
 from penstock.lab.ssd.energy import Boundary
 from penstock.lab.ssd.optimizers import OPTIMIZERS
 from penstock.lab.ssd.plot import plot_steps
-from penstock.lab.ssd.simulated import SimulationEngine, simulate
+from penstock.lab.ssd.simulation import SimulationEngine, simulate
 from penstock.observe.summary_text import percent
 from penstock.report.table import Row, side_by_side
 

@@ -9,7 +9,7 @@ from penstock.core.errors import DatasetError
 from penstock.core.files import open_regular
 from penstock.core.fs import write_durably
 from penstock.data.files import failed
-from penstock.io.reporting import written
+from penstock.io.traffic_report import written
 from penstock.observe.clients import DATA
 
 _PERMISSIONS = 0o644

@@ -26,7 +26,7 @@ from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
 from penstock.io.engine import Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, DirectFile, open_path
-from penstock.io.reporting import reported
+from penstock.io.traffic_report import reported
 from penstock.observe.clients import DATA
 
 _BLOCK_BYTES: Final = 4 << 20

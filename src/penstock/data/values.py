@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core import captures
+from penstock.core import graph_captures
 
 
 def to_torch(value: Any, bfloat16: frozenset[str] = frozenset(), name: str = "") -> Any:
@@ -49,7 +49,7 @@ def pinned(value: Any, device: int | None = None) -> Any:
     """
     if device is not None:
         torch.cuda.set_device(device)
-    with captures.relaxed():
+    with graph_captures.relaxed():
         return _each(value, lambda tensor: tensor.pin_memory())
 
 

@@ -12,11 +12,11 @@ import torch
 
 from penstock.core.errors import PenstockWarning
 from penstock.hooks import proofs
-from penstock.hooks.aside import FunctorchGuard
 from penstock.hooks.boundaries import Boundaries
+from penstock.hooks.exclusions import ProtectedStorages
+from penstock.hooks.functorch_compat import FunctorchGuard
 from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.observer import PassObserver
-from penstock.hooks.protected import ProtectedStorages
 from penstock.hooks.recipe_calls import RecipeCalls
 from penstock.hooks.recompute import Recompute, not_recomputable
 from penstock.hooks.saved_tensors import SavedTensorHooks

@@ -13,6 +13,7 @@ import torch
 
 from penstock.hooks import proofs
 from penstock.hooks.boundaries import Boundaries
+from penstock.hooks.exclusions import ProtectedStorages, is_dtensor, leaf_of
 from penstock.hooks.handles import (
     CopiedHandle,
     FlattenedHandle,
@@ -26,7 +27,6 @@ from penstock.hooks.handles import (
 )
 from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.observer import PassObserver
-from penstock.hooks.protected import ProtectedStorages, is_dtensor, leaf_of
 from penstock.observe.recorder import Recorder
 from penstock.runtime.executor import Executor
 from penstock.runtime.residency import Origin, SavedStorage

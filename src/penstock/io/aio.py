@@ -31,7 +31,8 @@ from penstock.core.locks import Lock, defer
 from penstock.io.batch import BatchContext, BatchFlight, BatchJob, check_batch
 from penstock.io.context import Context, unavailable_error
 from penstock.io.engine import Engine, EngineSpec, ReadBatch, Request, Transfer
-from penstock.io.jobs import (
+from penstock.io.threads import ThreadEngine
+from penstock.io.transfer_jobs import (
     Queue,
     TransferJob,
     TransferPiece,
@@ -40,7 +41,6 @@ from penstock.io.jobs import (
     resume_point,
     short_transfer,
 )
-from penstock.io.threads import ThreadEngine
 
 _BUSY_RETRIES: Final = 1000
 _BUSY_PAUSE_S: Final = 0.001

@@ -25,7 +25,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
 from penstock.io.context import Context
 from penstock.io.engine import Op, Priority, ReadBatch, Transfer
-from penstock.io.jobs import TransferJob, TransferPiece
+from penstock.io.transfer_jobs import TransferJob, TransferPiece
 
 SLICE_ENTRIES: Final = 64
 SLICE_BYTES: Final = 4 << 20

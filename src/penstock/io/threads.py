@@ -21,7 +21,7 @@ from penstock.core.errors import ConfigError, TransferError
 from penstock.core.locks import condition, defer
 from penstock.io.engine import Engine, EngineSpec, File, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, drop_cache
-from penstock.io.jobs import (
+from penstock.io.transfer_jobs import (
     Queue,
     TransferJob,
     TransferPiece,

@@ -8,7 +8,7 @@ from typing import Final
 from penstock.core.errors import ConfigError, JobError
 from penstock.jobs.cgroups import own_place
 from penstock.jobs.description import JobsMachine
-from penstock.jobs.enclosure import JobCgroup, JobCgroups, remove_or_unlimit
+from penstock.jobs.job_cgroups import JobCgroup, JobCgroups, remove_or_unlimit
 from penstock.jobs.policy import JobEntry
 
 _AS_DESCRIBED: Final = "polling, as described"

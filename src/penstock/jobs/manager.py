@@ -40,9 +40,9 @@ from penstock.jobs.policy import (
     slice_s,
     virtual_start,
 )
+from penstock.jobs.progress import ProgressReporter
 from penstock.jobs.record import RecordWriter, StateDirectory
 from penstock.jobs.task import Task
-from penstock.jobs.teller import ProgressReporter
 
 _POLL_S: Final = 0.02
 _SLOW_POLL_S: Final = 0.1

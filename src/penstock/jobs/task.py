@@ -11,12 +11,12 @@ from penstock.core.errors import JobError
 from penstock.core.units import MIB, format_bytes
 from penstock.jobs.budget import JobsBudget
 from penstock.jobs.description import JobsMachine, JobSpec
-from penstock.jobs.enclosure import JobCgroup
-from penstock.jobs.ending import Termination
+from penstock.jobs.job_cgroups import JobCgroup
 from penstock.jobs.logs import disk_is_full, last_lines, length_of, rotate
 from penstock.jobs.policy import ALIVE, JobEntry, JobPhase
 from penstock.jobs.processes import Identity, JobProcess, describe_end, end_holders
 from penstock.jobs.record import StateDirectory
+from penstock.jobs.termination import Termination
 from penstock.swap.channel import ManagerEnd, Status
 
 _NEED_FACTOR: Final = 1.05

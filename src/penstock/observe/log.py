@@ -34,7 +34,7 @@ from penstock.core.units import MIB
 from penstock.observe.clock import Clock, RealClock
 from penstock.observe.counters import SESSION
 from penstock.observe.events import MARK, RawEvent
-from penstock.observe.foreseen import PREDICTION
+from penstock.observe.forecast import PREDICTION
 from penstock.observe.records import FinalSummary, header_record, line_of, record_of
 from penstock.observe.totals import StepTotals
 

@@ -18,7 +18,7 @@ from penstock.core.errors import ConfigError
 from penstock.observe.clients import ON_FLASH, is_once
 from penstock.observe.counters import MOVED_EARLIER, PLANS, WINDOW_GROWN
 from penstock.observe.events import Stage
-from penstock.observe.foreseen import Forecast, compare
+from penstock.observe.forecast import Forecast, compare
 from penstock.observe.suggestion import Suggestion
 from penstock.observe.summary_text import render, to_text
 from penstock.observe.summary_values import (

@@ -20,7 +20,7 @@ from penstock.observe.clients import is_once
 from penstock.observe.counters import MOVED_EARLIER, PLANS, WINDOW_GROWN
 
 if TYPE_CHECKING:
-    from penstock.observe.foreseen import ComparedLine
+    from penstock.observe.forecast import ComparedLine
     from penstock.observe.summary_values import FlowLine, MemoryLine, PlaceLine, SummaryValues
 
 NARROWEST: Final = 60

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.observe.foreseen import Prediction
+from penstock.observe.forecast import Prediction
 from penstock.observe.suggestion import Suggestion
 
 

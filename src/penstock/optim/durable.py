@@ -37,7 +37,7 @@ from torch import Tensor
 from penstock.core.errors import ChecksumError, ConfigError, TransferError, transfer_error
 from penstock.core.files import open_regular, parse_json
 from penstock.core.fs import FileLock, sync_directory
-from penstock.io.reporting import written
+from penstock.io.traffic_report import written
 from penstock.observe.clients import OPTIMIZER
 from penstock.optim import packing
 from penstock.optim.formats import MASTER

@@ -16,7 +16,7 @@ from penstock.core.locks import Lock
 from penstock.core.units import MIB, round_up
 from penstock.io.arena import Arena
 from penstock.io.engine import Engine, Transfer
-from penstock.io.reporting import reported
+from penstock.io.traffic_report import reported
 from penstock.observe.clients import GRADIENTS
 from penstock.observe.recorder import Recorder
 from penstock.optim.away import discard_all

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB, round_up
 from penstock.io.files import open_unlinked_buffered
-from penstock.io.reporting import written
+from penstock.io.traffic_report import written
 from penstock.observe.clients import OPTIMIZER
 from penstock.optim import packing
 from penstock.optim.formats import MASTER, Array

@@ -27,8 +27,8 @@ from penstock.core.units import round_up
 from penstock.io.aio import PIECES_TOGETHER
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, open_path, open_unlinked
-from penstock.io.reporting import reported
 from penstock.io.threads import ThreadEngine
+from penstock.io.traffic_report import reported
 from penstock.observe.clients import OPTIMIZER
 from penstock.optim.formats import RECORD_BYTES
 from penstock.optim.layout import Tile

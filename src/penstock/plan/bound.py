@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.plan.baseline import oracle_ns
-from penstock.plan.case import PlanningProblem
 from penstock.plan.machine import Budgets, Machine
+from penstock.plan.problem import PlanningProblem
 from penstock.plan.profile import Event, Profile
 
 _NEVER_NS: Final = float("inf")

@@ -16,7 +16,7 @@ from penstock.plan.groups import groups_of
 from penstock.plan.machine import Machine
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import Event, Profile, SlotProfile
-from penstock.plan.recomputing import RecomputeChoices
+from penstock.plan.recompute import RecomputeChoices
 from penstock.plan.residency import KEPT, OFFLOADED, RECOMPUTED, Returned, small_beside
 from penstock.plan.slots import SlotKey
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.plan.arrays import Integers, StepArrays
-from penstock.plan.assemble import samples_of
+from penstock.plan.assembly import samples_of
 from penstock.plan.bound import TierRates, rates
-from penstock.plan.case import Choice, PlanningProblem
+from penstock.plan.problem import Choice, PlanningProblem
 from penstock.plan.residency import OFFLOADED, ResidentBytes, first_uses, flow
 
 

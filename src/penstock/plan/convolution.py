@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from penstock.plan.algorithms import MAX_PARTS, Algorithm, fastest, least_for_time
-from penstock.plan.axis import TimeMap
 from penstock.plan.machine import Machine
 from penstock.plan.operators import Operator, WorkspaceLimit
 from penstock.plan.profile import Event, Profile, Transient
 from penstock.plan.residency import KEPT, Mask
+from penstock.plan.time_map import TimeMap
 
 Limits: TypeAlias = tuple[WorkspaceLimit, ...]
 """Limits of convolutions that do not use their fastest algorithm, in the order of the profile."""

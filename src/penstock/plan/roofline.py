@@ -14,11 +14,11 @@ from itertools import pairwise
 from typing import Final
 
 from penstock.core.errors import ConfigError, PlanError
-from penstock.plan.axis import TimeMap
 from penstock.plan.machine import Compute, Machine
 from penstock.plan.operators import Operator, Product
 from penstock.plan.profile import Profile
 from penstock.plan.tiles import product_utilization
+from penstock.plan.time_map import TimeMap
 
 DENSE: Final = frozenset(
     {

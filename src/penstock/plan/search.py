@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeAlias
 
-from penstock.plan.assemble import draft
-from penstock.plan.case import Choice, PlanningProblem
+from penstock.plan.assembly import draft
 from penstock.plan.choice_bound import min_step_ns
 from penstock.plan.layers import prefetch_search
 from penstock.plan.placement import rooms_for
+from penstock.plan.problem import Choice, PlanningProblem
 from penstock.plan.replay import replay
 
 WORK_SLOTS: Final = 40_000

@@ -7,8 +7,8 @@ from typing import Final
 
 from penstock.core.units import MIB, round_up
 from penstock.observe.suggestion import SuggestedBudget, Suggestion
-from penstock.plan.least import min_budget
 from penstock.plan.machine import Budgets, Machine
+from penstock.plan.min_budget import min_budget
 from penstock.plan.policies import Policy
 from penstock.plan.profile import Profile
 from penstock.plan.replay import replay

@@ -18,7 +18,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.units import format_bytes
 from penstock.observe.events import Event, Level, Span, Stage
 from penstock.observe.recorder import Recorder
-from penstock.report.look import (
+from penstock.report.style import (
     BUDGET_COLOUR,
     COLOURS,
     INK,

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from penstock.plan import policies
 from penstock.plan.address_space import AddressUse, first_fit, two_ended
-from penstock.plan.least import min_budget
 from penstock.plan.machine import Budgets, Machine
+from penstock.plan.min_budget import min_budget
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 from penstock.plan.replay import Replayed, Trace, replay

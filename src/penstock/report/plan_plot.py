@@ -14,7 +14,8 @@ import numpy as np
 from penstock.core.units import format_bytes
 from penstock.observe.summary_text import percent
 from penstock.plan.replay.result import Interval, Level
-from penstock.report.look import (
+from penstock.report.outcome import PolicyOutcome
+from penstock.report.style import (
     BUDGET_COLOUR,
     COLOURS,
     INK,
@@ -24,7 +25,6 @@ from penstock.report.look import (
     thinned,
     unit_of,
 )
-from penstock.report.outcome import PolicyOutcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

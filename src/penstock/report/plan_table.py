@@ -15,8 +15,8 @@ from penstock.core.units import format_bytes, format_duration
 from penstock.observe.summary_text import add_row, grid, percent
 from penstock.plan.plan import Action, Decision
 from penstock.plan.replay import TierUse
-from penstock.report.look import unit_of
 from penstock.report.outcome import PolicyOutcome
+from penstock.report.style import unit_of
 
 TOP_REASONS: Final = 8
 """Number of lines about slots; the rest is added up in one line."""

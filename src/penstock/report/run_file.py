@@ -18,7 +18,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.files import open_regular, parse_json, read_text
 from penstock.observe import records
 from penstock.observe.counters import SESSION
-from penstock.observe.foreseen import PREDICTION, Forecast
+from penstock.observe.forecast import PREDICTION, Forecast
 from penstock.observe.records import placed_records, step_of
 from penstock.observe.summary import SCHEMA, RunFacts, Summary, summarize
 from penstock.observe.totals import StepTotals, summed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.core.errors import PlanError
-from penstock.observe.foreseen import Forecast
+from penstock.observe.forecast import Forecast
 from penstock.plan.machine import Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile

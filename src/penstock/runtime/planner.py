@@ -23,12 +23,12 @@ from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
 from penstock.core.locks import Lock
 from penstock.observe.counters import PLANS, UNKNOWN
-from penstock.observe.foreseen import PREDICTION, Forecast
+from penstock.observe.forecast import PREDICTION, Forecast
 from penstock.observe.recorder import Recorder, Stage
 from penstock.observe.suggestion import Suggestion
 from penstock.plan import policies
-from penstock.plan.least import min_budget
 from penstock.plan.machine import Budgets, Machine
+from penstock.plan.min_budget import min_budget
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.policies import Policy
 from penstock.plan.profile import Profile

@@ -29,7 +29,7 @@ from penstock import staging
 from penstock.checkpoint.background import let_all_change
 from penstock.checkpoint.moves import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
-from penstock.core.garbage import without_collection
+from penstock.core.garbage_collector import without_collection
 from penstock.io import pages as memory
 from penstock.observe.recorder import Recorder
 from penstock.swap.recall import Recall

@@ -16,7 +16,7 @@ from penstock.io import pages as memory
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Transfer
 from penstock.io.pages import PageRange
-from penstock.io.supply import Prefault
+from penstock.io.prefault import Prefault
 from penstock.staging import bytes_of, copy_across, ready_event
 from penstock.swap.recall import Recall
 from penstock.swap.write_batch import (

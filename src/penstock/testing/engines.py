@@ -41,7 +41,7 @@ from penstock.core.errors import (
 from penstock.io.engine import Engine, File, Op, Priority, Transfer
 from penstock.io.threads import Syscalls
 from penstock.testing.faults import Crash, Fail, Fault, FaultySyscalls, GatedSyscalls, Short
-from penstock.testing.moving import (
+from penstock.testing.transfers import (
     PATIENCE_S,
     PIECE_BYTES,
     Bytes,

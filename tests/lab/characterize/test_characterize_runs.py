@@ -17,10 +17,10 @@ from test_characterize_results import SCHEMA
 from penstock import WorkerError
 from penstock.cli import main
 from penstock.lab import zoo
-from penstock.lab.characterize import Settings, characterize, saving
-from penstock.lab.characterize.halves import loss_from_logits, split, tied_weight
+from penstock.lab.characterize import Settings, characterize, checkpoint_methods
 from penstock.lab.characterize.networks import NETWORKS
-from penstock.lab.characterize.teams import spawn
+from penstock.lab.characterize.pipeline_stages import loss_from_logits, split, tied_weight
+from penstock.lab.characterize.rank_processes import spawn
 from penstock.lab.characterize.training import RankTraining
 
 SMALL = {"scale": 0.05, "epochs": 1, "steps": 1, "seconds": 0.05}
@@ -96,18 +96,18 @@ def test_a_run_from_the_command_line_leaves_its_results_and_nothing_else(disk_pa
 def test_a_restore_that_leaves_a_part_out_is_noticed(part, way, disk_path, monkeypatch):
     training = RankTraining("resnet18", scale=0.05, parallel="none", device=torch.device("cpu"))
     wanted = training.fingerprint()
-    saving.save(training, way, disk_path / "way", steps=0, step_s=1.0)
+    checkpoint_methods.save(training, way, disk_path / "way", steps=0, step_s=1.0)
     if part is not None:
-        whole = saving._LOADS[way]
+        whole = checkpoint_methods._LOADS[way]
 
         def partly(training, folder):
             whole(training, folder)
             last = list(training.module.parameters())[-1]
             (last if part == "model" else training.optimizer.state[last]["momentum_buffer"]).zero_()
 
-        monkeypatch.setitem(saving._LOADS, way, partly)
+        monkeypatch.setitem(checkpoint_methods._LOADS, way, partly)
     with torch.no_grad():
-        found = saving.restore(training, way, disk_path / "way", wanted=wanted)
+        found = checkpoint_methods.restore(training, way, disk_path / "way", wanted=wanted)
     assert found["same"] is (part is None)
 
 

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from penstock.lab.ssd.element import (
+from penstock.lab.ssd.bit_flips import BitFlips, DieCheck
+from penstock.lab.ssd.optimizers import OPTIMIZERS, PagePass
+from penstock.lab.ssd.processing_element import (
     Element,
     Rounding,
     constants,
@@ -15,8 +17,6 @@ from penstock.lab.ssd.element import (
     to_bfloat16,
     to_fp32,
 )
-from penstock.lab.ssd.flips import BitFlips, DieCheck
-from penstock.lab.ssd.optimizers import OPTIMIZERS, PagePass
 
 COUNT = 1000
 

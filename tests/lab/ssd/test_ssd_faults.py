@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from penstock.io.spoiled import CorruptingEngine
 from penstock.lab.ssd import Placement, Update, load, step
+from penstock.lab.ssd.bit_flips import BitFlips, DieCheck
 from penstock.lab.ssd.cells import CellMode
 from penstock.lab.ssd.energy import Boundary
 from penstock.lab.ssd.faults import LIGHT, NO_CODE, RAW, Bch, Ldpc, aged, raw_rate
-from penstock.lab.ssd.flips import BitFlips, DieCheck
 from penstock.optim import FlashAdamW
+from penstock.testing.corrupting_engine import CorruptingEngine
 
 TLC = load("consumer-tlc")
 ADAM = Update(parameters=10**9, optimizer="adam")

@@ -12,7 +12,7 @@ from penstock.lab.ssd.energy import Boundary
 from penstock.lab.ssd.graph import BUS, DIE, ELEMENT, UnitStage, UpdatePhase, spread
 from penstock.lab.ssd.operations import phases
 from penstock.lab.ssd.optimizers import OPTIMIZERS
-from penstock.lab.ssd.simulated import (
+from penstock.lab.ssd.simulation import (
     SimulationEngine,
     UpdateTimes,
     channel_waits,

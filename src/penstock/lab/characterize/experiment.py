@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError
-from penstock.lab.characterize.beside import SoloSteps, measure_copies, measure_programs
 from penstock.lab.characterize.claims import claims
 from penstock.lab.characterize.energy import EnergyMeter
 from penstock.lab.characterize.machine import device_kind, machine, process_count
 from penstock.lab.characterize.networks import NETWORKS, SCALE_MEANS
+from penstock.lab.characterize.rank_processes import RankProcesses, spawn
 from penstock.lab.characterize.scratch import check_free_space, scratch
 from penstock.lab.characterize.settings import Settings
-from penstock.lab.characterize.teams import RankProcesses, spawn
+from penstock.lab.characterize.slowdown import SoloSteps, measure_copies, measure_programs
 
 SCHEMA: Final = 1
 PER_STEPS: Final = 100

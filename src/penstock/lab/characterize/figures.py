@@ -14,7 +14,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.units import GIB, MIB
 from penstock.lab.characterize.claims import rows
 from penstock.lab.characterize.tables import scale_words
-from penstock.report.look import BUDGET_COLOUR, COLOURS, INK, STYLE, dress, matplotlib
+from penstock.report.style import BUDGET_COLOUR, COLOURS, INK, STYLE, dress, matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

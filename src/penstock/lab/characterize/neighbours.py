@@ -86,7 +86,7 @@ _MAKERS: Final[dict[str, Callable[[str], Callable[[], None]]]] = {
 
 def main() -> int:
     """Work until the input ends."""
-    from penstock.lab.characterize.orphans import exit_with_parent  # noqa: PLC0415
+    from penstock.lab.characterize.child_cleanup import exit_with_parent  # noqa: PLC0415
 
     kind, folder, parent = sys.argv[1:]
     exit_with_parent(int(parent))

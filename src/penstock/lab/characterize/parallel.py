@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.lab import zoo
-from penstock.lab.characterize.halves import loss_from_logits, split, tied_weight
+from penstock.lab.characterize.pipeline_stages import loss_from_logits, split, tied_weight
 
 MICROBATCHES: Final = 4
 """Upper limit for the parts into which a pipeline cuts a batch."""

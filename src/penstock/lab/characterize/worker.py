@@ -1,6 +1,6 @@
 """Process that trains one rank of a job and executes commands, a line of JSON each.
 
-Started by :mod:`.teams` as ``python -m penstock.lab.characterize.worker``. Replies are lines of JSON on
+Started by :mod:`.rank_processes` as ``python -m penstock.lab.characterize.worker``. Replies are lines of JSON on
 the original standard output; output of libraries goes to standard error. The process ends when its input
 does, and with the process that started it.
 """
@@ -19,8 +19,8 @@ import torch
 
 import penstock
 from penstock import checkpoint
-from penstock.lab.characterize import parallel, saving
-from penstock.lab.characterize.orphans import exit_with_parent
+from penstock.lab.characterize import checkpoint_methods, parallel
+from penstock.lab.characterize.child_cleanup import exit_with_parent
 from penstock.lab.characterize.training import RankTraining
 
 
@@ -63,14 +63,16 @@ class RankWorker:
         return {"data": self._training.data}
 
     def save(self, way: str, steps: int, step_s: float) -> dict[str, Any]:
-        """Save in one way; see :func:`.saving.save`."""
+        """Save in one way; see :func:`.checkpoint_methods.save`."""
         self._saved[way] = self._training.fingerprint()
-        return saving.save(self._training, way, self._folder / way, steps=steps, step_s=step_s)
+        return checkpoint_methods.save(
+            self._training, way, self._folder / way, steps=steps, step_s=step_s
+        )
 
     def restore(self, way: str) -> dict[str, Any]:
-        """Restore; see :func:`.saving.restore`."""
+        """Restore; see :func:`.checkpoint_methods.restore`."""
         folder, wanted = self._folder / way, self._saved[way]
-        return saving.restore(self._training, way, folder, wanted=wanted)
+        return checkpoint_methods.restore(self._training, way, folder, wanted=wanted)
 
     def suspend(self) -> dict[str, Any]:
         """Suspend between two steps, right after a checkpoint: only bytes that it lacks are written."""

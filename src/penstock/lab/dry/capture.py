@@ -1,6 +1,6 @@
 """Penstock's own hooks on fake tensors, which find what a session would save, by the session's rules.
 
-Nothing is offloaded: the policy is ``keep``. Time is that of the operators (:mod:`.recording`).
+Nothing is offloaded: the policy is ``keep``. Time is that of the operators (:mod:`.operator_recorder`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
 from penstock.hooks.boundaries import Boundaries
+from penstock.hooks.exclusions import ProtectedStorages
 from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.observer import PassObserver
-from penstock.hooks.protected import ProtectedStorages
 from penstock.hooks.recompute import not_recomputable
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.lab.dry.ledger import StorageEntry, StorageLedger

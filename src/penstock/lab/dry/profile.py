@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import (
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, HookError
 from penstock.lab.dry.capture import DryCapture
-from penstock.lab.dry.fakes import FakeTensors
+from penstock.lab.dry.fake_tensors import FakeTensors
 from penstock.lab.dry.kernels import CudaKernels
 from penstock.lab.dry.ledger import StorageLedger
-from penstock.lab.dry.recording import OperatorRecorder
+from penstock.lab.dry.operator_recorder import OperatorRecorder
 from penstock.observe.clock import ManualClock
 from penstock.plan.machine import Machine
 from penstock.plan.profile import Profile, Transient

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.core.errors import ConfigError
 from penstock.lab.ssd.aging import fill, store_map
-from penstock.lab.ssd.destage import cache_of
+from penstock.lab.ssd.destaging import cache_of
 from penstock.lab.ssd.device import PS_PER_NS, Device
 from penstock.lab.ssd.events import Events
 from penstock.lab.ssd.flash import Flash

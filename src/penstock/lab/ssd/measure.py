@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from penstock.lab.ssd.cache import Cache, CacheUse
-from penstock.lab.ssd.closed import program_bytes_per_s
+from penstock.lab.ssd.closed_form import program_bytes_per_s
 from penstock.lab.ssd.device import PS_PER_S, Device
 from penstock.lab.ssd.events import Events
 from penstock.lab.ssd.flash import Flash

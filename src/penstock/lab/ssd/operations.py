@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from penstock.lab.ssd import closed
-from penstock.lab.ssd.closed import Placement
+from penstock.lab.ssd import closed_form
+from penstock.lab.ssd.closed_form import Placement
 from penstock.lab.ssd.device import PS_PER_NS, PS_PER_S, Device, duration_ps
 from penstock.lab.ssd.graph import BUS, DIE, ELEMENT, UnitStage, UpdatePhase, spread
 from penstock.lab.ssd.update import Gradient, Update
@@ -34,7 +34,7 @@ def phases(
     """Return the operation graph of a step; ``on_die`` as in :func:`penstock.lab.ssd.step`."""
     if placement is Placement.HOST:
         return _host(device, update)
-    share = closed.share_on_die(device, update, placement)
+    share = closed_form.share_on_die(device, update, placement)
     if placement is Placement.SPLIT and on_die is not None:
         share = on_die
     kinds: list[_Stages] = []
@@ -57,7 +57,7 @@ def phases(
             pattern=spread(shares),
             units=-(-update.parameters // words),
             channels=device.geometry.channels,
-            dies=closed.workers(device),
+            dies=closed_form.workers(device),
             sets=sets,
             release_ps=duration_ps(words * update.gradient_bytes, device.link.down_bytes_per_s),
             erase_ps=_erase_ps(device, rounds * update.write_amplification),
@@ -87,7 +87,7 @@ def _on_die(device: Device, update: Update, extra: int) -> _Stages:
     """Return the stages beside the page registers; pages moved by garbage collection stay on the die."""
     unit, cell, count = device.unit, device.cell, len(update.sizes)
     planes = max(1, device.geometry.planes_per_die - 1)  # one plane is the gradient's
-    rounds = closed.rounds(device, update, planes)
+    rounds = closed_form.rounds(device, update, planes)
     into, back = _commands_ps(device, count, rounds)
     program = round(rounds * cell.mean_program_ns * PS_PER_NS)
     passes = len(update.rule.passes) * duration_ps(
@@ -115,7 +115,7 @@ def _on_die(device: Device, update: Update, extra: int) -> _Stages:
 def _in_controller(device: Device, update: Update, extra: int) -> _Stages:
     """Return the stages over the channel, which pages moved by garbage collection cross again."""
     cell, count = device.cell, len(update.sizes)
-    rounds = closed.rounds(device, update, device.geometry.planes_per_die)
+    rounds = closed_form.rounds(device, update, device.geometry.planes_per_die)
     out, back = _commands_ps(device, count, rounds)
     gradient: _Stages = ()
     states = update.states_bytes
@@ -157,7 +157,7 @@ def _rounds(device: Device, update: Update, share: float) -> float:
     """Return the multi-plane programs of a unit, on average over both kinds."""
     planes = device.geometry.planes_per_die
     on_die, in_controller = (
-        closed.rounds(device, update, count) for count in (max(1, planes - 1), planes)
+        closed_form.rounds(device, update, count) for count in (max(1, planes - 1), planes)
     )
     return share * on_die + (1 - share) * in_controller
 
@@ -169,7 +169,7 @@ def _erase_ps(device: Device, count: float) -> int:
 def _host(device: Device, update: Update) -> tuple[UpdatePhase, ...]:
     """Return phases of pages in sequence, with as many planes at once as possible."""
     page = device.geometry.page_bytes
-    planes = closed.planes_at_once(device)
+    planes = closed_form.planes_at_once(device)
     states = -(-update.states_bytes * update.parameters // page)
     gradients = -(-update.gradient_bytes * update.parameters // page)
     reads, writes = -(-(states + gradients) // planes), -(-states // planes)
@@ -189,7 +189,7 @@ def _host(device: Device, update: Update) -> tuple[UpdatePhase, ...]:
 
 
 def _read(device: Device) -> _Stages:
-    channel, planes = device.channel, closed.planes_at_once(device)
+    channel, planes = device.channel, closed_form.planes_at_once(device)
     command = (channel.read_command_ns + (planes - 1) * channel.read_plane_ns) * PS_PER_NS
     port = not channel.cache_read
     return (
@@ -200,7 +200,7 @@ def _read(device: Device) -> _Stages:
 
 def _write(device: Device, extra: int) -> _Stages:
     """Return the stages of a write, with garbage collection's pages over the channel both ways."""
-    channel, planes = device.channel, closed.planes_at_once(device)
+    channel, planes = device.channel, closed_form.planes_at_once(device)
     command = (channel.program_command_ns + (planes - 1) * channel.program_plane_ns) * PS_PER_NS
     program = (1 + extra) * round(device.cell.mean_program_ns * PS_PER_NS)
     moved = (1 + 2 * extra) * planes * device.page_bus_ps
@@ -227,7 +227,7 @@ def _phase(
         pattern=spread([share for share, _ in parts]),
         units=units,
         channels=device.geometry.channels,
-        dies=closed.workers(device),
+        dies=closed_form.workers(device),
         sets=2 if cached else 1,
         release_ps=0,
         erase_ps=_erase_ps(device, update.write_amplification),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from penstock.core.errors import ConfigError
 from penstock.lab.ssd import Device, Placement, Step, Update, step, with_field
 from penstock.lab.ssd.energy import Boundary
-from penstock.report.look import COLOURS, FAINT, INK, STYLE, dress, matplotlib, save
+from penstock.report.style import COLOURS, FAINT, INK, STYLE, dress, matplotlib, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

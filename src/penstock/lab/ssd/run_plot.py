@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.lab.ssd.service import Measured
 from penstock.lab.ssd.usage import UsageInterval
-from penstock.report.look import COLOURS, INK, STYLE, dress, matplotlib, save, unit_of
+from penstock.report.style import COLOURS, INK, STYLE, dress, matplotlib, save, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@
    moved. So no other policy is better on paper. If its step takes no longer than with unlimited memory,
    that is the plan: ``ranked`` often is. A choice whose lower bound is no better than the best is not
    replayed.
-3. Recomputation and offloads are mixed (:mod:`penstock.plan.mixing`): sets of modules are tried in the
+3. Recomputation and offloads are mixed (:mod:`penstock.plan.mixtures`): sets of modules are tried in the
    order of their lower bounds, and the rest is offloaded by rank or by lifetime, to one tier after the
    other or to both. Then come sets with one module more or less than the best.
 4. The best of these, and then the next best, are changed slot by slot, module by module: kept, moved to
@@ -23,11 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from penstock.plan.assemble import assemble
-from penstock.plan.case import Choice, PlanningProblem
+from penstock.plan.assembly import assemble
 from penstock.plan.convolution import frugal
 from penstock.plan.machine import Budgets, Machine
-from penstock.plan.mixing import Mixture
+from penstock.plan.mixtures import Mixture
 from penstock.plan.placement import place
 from penstock.plan.plan import Plan
 from penstock.plan.policies import (
@@ -39,6 +38,7 @@ from penstock.plan.policies import (
     vdnn_conv,
     vdnn_dyn,
 )
+from penstock.plan.problem import Choice, PlanningProblem
 from penstock.plan.profile import Profile
 from penstock.plan.search import Search
 

@@ -25,12 +25,12 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Final
 
-from penstock.plan.assemble import assemble
-from penstock.plan.case import Choice, PlanningProblem
-from penstock.plan.explain import why_kept
+from penstock.plan.assembly import assemble
+from penstock.plan.explanation import why_kept
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import first_true, fitting
 from penstock.plan.plan import Plan
+from penstock.plan.problem import Choice, PlanningProblem
 from penstock.plan.profile import Profile
 
 MIN_BYTES: Final = 2**20

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.plan.assemble import assemble
-from penstock.plan.case import PlanningProblem
+from penstock.plan.assembly import assemble
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
+from penstock.plan.problem import PlanningProblem
 from penstock.plan.profile import Profile
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from penstock.plan.assemble import assemble
-from penstock.plan.case import Choice, PlanningProblem
+from penstock.plan.assembly import assemble
 from penstock.plan.encoding import cost_s
-from penstock.plan.explain import why_kept
+from penstock.plan.explanation import why_kept
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import first_true, fitting
 from penstock.plan.plan import Plan
+from penstock.plan.problem import Choice, PlanningProblem
 from penstock.plan.profile import Profile
 
 _BISECTIONS: Final = 12

@@ -28,13 +28,13 @@ from collections.abc import Sequence
 
 from penstock.core.config import UNLIMITED
 from penstock.core.units import format_bytes
-from penstock.plan.assemble import assemble
-from penstock.plan.case import Choice, PlanningProblem
+from penstock.plan.assembly import assemble
 from penstock.plan.encoding import SlotCodecs, cost_s, round_trip_s
-from penstock.plan.explain import why_kept
+from penstock.plan.explanation import why_kept
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import first_true, fitting, place
 from penstock.plan.plan import Plan
+from penstock.plan.problem import Choice, PlanningProblem
 from penstock.plan.profile import Profile
 from penstock.plan.window import least_window, read_ahead_bytes, returning
 

@@ -17,14 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from penstock.plan.assemble import assemble
-from penstock.plan.case import Choice, PlanningProblem
-from penstock.plan.explain import why_kept
+from penstock.plan.assembly import assemble
+from penstock.plan.explanation import why_kept
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import first_true
 from penstock.plan.plan import Plan
+from penstock.plan.problem import Choice, PlanningProblem
 from penstock.plan.profile import Profile
-from penstock.plan.together import RecomputableModule
+from penstock.plan.recompute_sets import RecomputableModule
 
 
 def recompute(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from penstock.plan.assemble import assemble
-from penstock.plan.case import Choice, PlanningProblem
-from penstock.plan.explain import why_kept
+from penstock.plan.assembly import assemble
+from penstock.plan.explanation import why_kept
 from penstock.plan.layers import Layer, prefetch_search
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
+from penstock.plan.problem import Choice, PlanningProblem
 from penstock.plan.profile import Profile
 
 

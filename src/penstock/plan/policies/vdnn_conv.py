@@ -5,13 +5,13 @@ Convolutions compute longest, so they hide the copy best.
 
 from __future__ import annotations
 
-from penstock.plan.assemble import assemble
-from penstock.plan.case import Choice, PlanningProblem
-from penstock.plan.explain import why_kept
+from penstock.plan.assembly import assemble
+from penstock.plan.explanation import why_kept
 from penstock.plan.layers import Layer
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
 from penstock.plan.policies.vdnn_all import fastest_or_lean, tier_notes
+from penstock.plan.problem import Choice, PlanningProblem
 from penstock.plan.profile import Profile
 
 

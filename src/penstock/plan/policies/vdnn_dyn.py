@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.plan.assemble import assemble
-from penstock.plan.case import Choice, PlanningProblem
-from penstock.plan.explain import why_kept
+from penstock.plan.assembly import assemble
+from penstock.plan.explanation import why_kept
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
 from penstock.plan.policies.vdnn_all import every_map, offload_maps, tier_notes
 from penstock.plan.policies.vdnn_conv import convolutions_maps
+from penstock.plan.problem import Choice, PlanningProblem
 from penstock.plan.profile import Profile
 
 

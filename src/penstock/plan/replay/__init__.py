@@ -6,7 +6,7 @@ written, prefetched in the plan's order of need, waited for, used and freed, as 
 1. :mod:`.moves`: the plan's action for each slot, and its time on each channel.
 2. :mod:`.lanes`: the channels, and the priorities of their jobs.
 3. :mod:`.order`: the order in which slots are read back.
-4. :mod:`.rerun`: the modules that are recomputed, and the time that takes.
+4. :mod:`.recompute`: the modules that are recomputed, and the time that takes.
 5. :mod:`.joins`: vDNN's rule, for plans that ask for it.
 6. :mod:`.walk`: compute, and the device's memory.
 7. :mod:`.result`: step time, waits by cause, bytes, and on demand the timelines (:mod:`.timeline`).

@@ -10,7 +10,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 from penstock.plan.replay.lanes import ReplayLane
 from penstock.plan.replay.moves import FLASH, HOST, Channels, Moves, channels_of, moves_of
-from penstock.plan.replay.rerun import reruns_of
+from penstock.plan.replay.recompute import reruns_of
 from penstock.plan.replay.result import Replayed, TierUse
 from penstock.plan.replay.timeline import average_bytes, trace_of
 from penstock.plan.replay.walk import Walk

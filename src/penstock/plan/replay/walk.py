@@ -27,12 +27,12 @@ from typing import Final
 
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Event, Profile
-from penstock.plan.replay.held import HeldBytes
 from penstock.plan.replay.joins import JOIN, with_joins
 from penstock.plan.replay.lanes import CANCELLED, NOT_YET, LaneEnds
 from penstock.plan.replay.moves import OFFLOADED, RECOMPUTED, Channels, Moves
+from penstock.plan.replay.occupancy import HeldBytes
 from penstock.plan.replay.order import NeedOrder
-from penstock.plan.replay.rerun import DROP, Recomputation, with_drops
+from penstock.plan.replay.recompute import DROP, Recomputation, with_drops
 
 # States of slots that are not kept. Transfers are in flight only in WRITING, PREFETCHED and UNNEEDED.
 _NEW: Final = 0

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from penstock.core import captures
+from penstock.core import graph_captures
 from penstock.core.units import MIB
 from penstock.runtime.cuda import pools
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
@@ -61,7 +61,7 @@ class Link(Protocol):
         While a CUDA graph is captured in the mode ``global``, which is torch's default, a call that might
         interfere (of ``cudaEventQuery``, ``cudaMalloc``, ...) breaks it, whichever thread makes it. The
         threads of lanes ask for the ends of copies, which interferes with nothing: so they take the mode
-        ``relaxed``, in which such calls are allowed (:mod:`penstock.core.captures`); so do copies of
+        ``relaxed``, in which such calls are allowed (:mod:`penstock.core.graph_captures`); so do copies of
         optimizers and checkpoints, and a loader that pins its batches. ``Session.paused`` also waits for
         what is under way, so that nothing is copied meanwhile. A thread of the program that goes on to
         train is not held up: it allocates memory of its own, so the capture has to be made with
@@ -178,7 +178,7 @@ class CudaLink:
     def adopt_thread(self, device: torch.device) -> None:
         """``set_device``; and what the thread does breaks no capture, see [Note: captures]."""
         self._torch.set_device(device)
-        captures.relax()
+        graph_captures.relax()
 
     def current_stream(self, device: torch.device) -> Stream:
         """``current_stream``."""

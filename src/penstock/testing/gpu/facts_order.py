@@ -130,7 +130,7 @@ def default_stream_holds_nobody_up(gpu: ExaminedDevice) -> None:
 
 @fact(
     "The default stream's handle is 0.",
-    relies="testing/order.py: default streams have all the same handle",
+    relies="testing/access_order.py: default streams have all the same handle",
 )
 def default_stream_is_zero(gpu: ExaminedDevice) -> None:
     """Check that torch uses the legacy default stream."""

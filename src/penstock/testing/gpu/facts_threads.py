@@ -93,7 +93,7 @@ def caller_comes_after_gradients(gpu: ExaminedDevice) -> None:
 
 @fact(
     "Torch calls back for each event recorded and waited for, and for memory allocated and freed.",
-    relies="testing/order.py: watch",
+    relies="testing/access_order.py: watch",
     fresh=True,
 )
 def torch_traces(gpu: ExaminedDevice) -> None:

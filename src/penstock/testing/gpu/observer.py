@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.testing.order import AccessOrder, Span, stream_here, watch
+from penstock.testing.access_order import AccessOrder, Span, stream_here, watch
 
 _NO_KERNEL: Final = frozenset(
     {"is_pinned", "record_stream", "resize_", "set_", "_pin_memory", "is_set_to", "lift_fresh"}

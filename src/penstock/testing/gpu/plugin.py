@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from penstock.testing.access_order import AccessOrder
 from penstock.testing.gpu import processes
 from penstock.testing.gpu.observer import observed
-from penstock.testing.order import AccessOrder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

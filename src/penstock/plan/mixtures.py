@@ -12,9 +12,9 @@ from itertools import accumulate, takewhile
 from typing import Final
 
 from penstock.plan.bound import PeakMoment, peak_moment
-from penstock.plan.case import Choice, PlanningProblem
 from penstock.plan.policies import lifetime, ranked
 from penstock.plan.policies.recompute import by_worth, compatible_sets
+from penstock.plan.problem import Choice, PlanningProblem
 
 _PARTS: Final = 8
 """Number of prefixes of a ranking of modules that are tried as sets to recompute."""

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from penstock.core.units import format_bytes, format_duration
-from penstock.plan.case import PlanningProblem
 from penstock.plan.encoding import SlotCodecs
 from penstock.plan.groups import SlotGroup
 from penstock.plan.machine import Machine
 from penstock.plan.pipeline import windows_s
 from penstock.plan.placement import packed_bytes
 from penstock.plan.plan import INFEASIBLE
+from penstock.plan.problem import PlanningProblem
 from penstock.plan.profile import CodecSample, Profile
+from penstock.plan.recompute_sets import RecomputableModule
 from penstock.plan.residency import Mask, ResidencyModel, Segment, resident_at
-from penstock.plan.together import RecomputableModule
 from penstock.plan.window import least_window, returning
 
 MAX_NAMED_SLOTS: Final = 3

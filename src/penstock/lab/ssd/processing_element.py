@@ -1,6 +1,6 @@
 """Arithmetic of a processing element: a weight update on pages of words, by its four operations.
 
-:mod:`.closed` and :mod:`.simulated` compute the time of an update; this module computes its result. The
+:mod:`.closed_form` and :mod:`.simulation` compute the time of an update; this module computes its result. The
 element of OptimStore (HPCA 2023) has no divider and no root: Adam is fused into the five passes that
 :mod:`.optimizers` counts, and values that are the same for all words (the rate, both bias corrections,
 decay, the scale of gradients) are computed once in the controller and broadcast, as constants of passes.
@@ -142,7 +142,7 @@ class Element:
         rounding: Rounding of states of two bytes.
         random: Source of stochastic rounding.
         read: Called with each page of states that was read, to corrupt a copy of it in place: see
-            :class:`~penstock.lab.ssd.flips.BitFlips`.
+            :class:`~penstock.lab.ssd.bit_flips.BitFlips`.
         check: Called with the words that go to the element, to correct them in place.
     """
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.errors import ConfigError
-from penstock.lab.ssd import closed, energy, timeline
-from penstock.lab.ssd.closed import Placement, Step
+from penstock.lab.ssd import closed_form, energy, timeline
+from penstock.lab.ssd.closed_form import Placement, Step
 from penstock.lab.ssd.device import Device
 from penstock.lab.ssd.graph import UpdatePhase
 from penstock.lab.ssd.graph_events import ChannelRun
@@ -110,9 +110,9 @@ def simulate(
 ) -> Step:
     """Compute a step like :func:`penstock.lab.ssd.step`, with the engine's time and use."""
     if engine is SimulationEngine.CLOSED:
-        return closed.step(device, update, placement)
+        return closed_form.step(device, update, placement)
     share = best_share(device, update) if placement is Placement.SPLIT else None
-    formula = closed.step(device, update, placement, on_die=share)
+    formula = closed_form.step(device, update, placement, on_die=share)
     graph = phases(device, update, placement, on_die=share)
     times = [run_phase(phase, engine) for phase in graph]
     return _with_times(device, update, formula, graph, times)
@@ -144,7 +144,7 @@ def extrapolate(
     share = best_share(device, update) if placement is Placement.SPLIT else None
     graph = phases(device, update, placement, on_die=share)
     times, error = _extrapolated(graph, engine, periods)
-    formula = closed.step(device, update, placement, on_die=share)
+    formula = closed_form.step(device, update, placement, on_die=share)
     return _with_times(device, update, formula, graph, times), error
 
 
@@ -154,14 +154,14 @@ def best_share(device: Device, update: Update) -> float:
     By the formulas buses and dies may both be busy all the time; but then they wait for each other, which
     costs more than the mix gains. So several shares are tried, on a part of the step.
     """
-    formula = closed.share_on_die(device, update, Placement.SPLIT)
+    formula = closed_form.share_on_die(device, update, Placement.SPLIT)
     tried = sorted({*(part / _TRIED for part in range(_TRIED + 1)), formula}, reverse=True)
 
     def rate(share: float) -> float:
         graph = phases(device, update, Placement.SPLIT, on_die=share)
         times, _ = _extrapolated(graph, SimulationEngine.TIMELINE, 4)
         return _with_times(
-            *(device, update, closed.step(device, update, Placement.SPLIT, on_die=share)),
+            *(device, update, closed_form.step(device, update, Placement.SPLIT, on_die=share)),
             *(graph, times),
         ).time_s
 

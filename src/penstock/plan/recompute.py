@@ -26,8 +26,8 @@ from penstock.plan.recipes import (
     recipe_members,
     recipe_name,
 )
+from penstock.plan.recompute_sets import RecomputableModule, RecomputeSets
 from penstock.plan.residency import Segment
-from penstock.plan.together import RecomputableModule, RecomputeSets
 
 _NEVER: Final = 1 << 200
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.hooks.modules import ModuleTracker
 from penstock.lab.dry.ledger import StorageLedger
-from penstock.lab.dry.work import tensors_in, work_of
+from penstock.lab.dry.operator_work import tensors_in, work_of
 from penstock.observe.clock import ManualClock
 from penstock.plan.machine import Compute
 from penstock.plan.operators import Operator

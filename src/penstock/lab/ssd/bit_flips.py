@@ -1,6 +1,6 @@
 """Bit errors in real memory, as a die would pass them to its processing element.
 
-:class:`BitFlips` is called with data that were read: from :class:`penstock.io.spoiled.CorruptingEngine`, and
+:class:`BitFlips` is called with data that were read: from :class:`penstock.testing.corrupting_engine.CorruptingEngine`, and
 with ``penstock.optim.through`` for the records of a real optimizer.
 """
 

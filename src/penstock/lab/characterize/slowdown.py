@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.lab.characterize.neighbours import KINDS
-from penstock.lab.characterize.teams import RankProcess, RankProcesses, spawn
+from penstock.lab.characterize.rank_processes import RankProcess, RankProcesses, spawn
 
 _MIN_STEPS: Final = 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.codec.base import Bytes, Words
-from penstock.codec.twins.bits import beyond, pack_flags, spread
+from penstock.codec.reference.bits import beyond, pack_flags, spread
 
 __all__ = ["add", "beyond", "pack_two", "subtract", "survey", "unpack_two"]
 

@@ -16,7 +16,7 @@ from penstock.plan.layers import Layer, layers_of
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import least_bytes
 from penstock.plan.profile import CodecSample, Profile
-from penstock.plan.recomputing import RecomputeChoices
+from penstock.plan.recompute import RecomputeChoices
 from penstock.plan.residency import RECOMPUTED, Mask, ResidencyModel, Segment, residency
 from penstock.plan.slots import SlotKey
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from penstock.plan import explain
-from penstock.plan.case import Choice, PlanningProblem
+from penstock.plan import explanation
 from penstock.plan.encoding import SlotCodecs
 from penstock.plan.groups import SlotGroup, need_order
 from penstock.plan.pipeline import choose
 from penstock.plan.placement import packed
 from penstock.plan.plan import Action, Decision, Plan
+from penstock.plan.problem import Choice, PlanningProblem
 from penstock.plan.profile import CodecSample, Profile
 from penstock.plan.residency import OFFLOADED, Mask, Segment
 from penstock.plan.slots import SlotKey
@@ -22,7 +22,7 @@ def assemble(
     policy: str,
     case: PlanningProblem,
     choice: Choice,
-    why_kept: Callable[[SlotGroup], str] = explain.why_kept,
+    why_kept: Callable[[SlotGroup], str] = explanation.why_kept,
     *,
     notes: Iterable[str] = (),
 ) -> Plan:
@@ -42,9 +42,11 @@ def assemble(
     reasons = []
     for g, (group, tier) in enumerate(zip(case.groups, choice.tiers, strict=True)):
         if tier:
-            reasons.append(explain.why_offloaded(group, case.machine, tier, samples.get(g)))
+            reasons.append(explanation.why_offloaded(group, case.machine, tier, samples.get(g)))
         else:
-            reasons.append(explain.why_recomputed(makers[g]) if g in makers else why_kept(group))
+            reasons.append(
+                explanation.why_recomputed(makers[g]) if g in makers else why_kept(group)
+            )
     mask, segments, need = case.mask(choice), case.segments(choice), case.residency(choice)
     on_flash = [g for g, tier in zip(case.groups, choice.tiers, strict=True) if tier == "flash"]
     return replace(
@@ -52,10 +54,10 @@ def assemble(
         policy=policy,
         notes=(
             *notes,
-            *explain.notes_on_budget(case, mask, segments, need),
-            *explain.notes_on_compression(case, choice.tiers, samples),
-            *explain.notes_on_workspaces(case),
-            *explain.notes_on_waits(
+            *explanation.notes_on_budget(case, mask, segments, need),
+            *explanation.notes_on_compression(case, choice.tiers, samples),
+            *explanation.notes_on_workspaces(case),
+            *explanation.notes_on_waits(
                 case.profile,
                 case.machine,
                 mask_of(case.profile, on_flash),
