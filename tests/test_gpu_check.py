@@ -205,7 +205,7 @@ def test_all_is_well_if_everything_is(pretend, check):
     (shown,) = (line for line in lines if line.startswith("figure    link"))
     assert shown.endswith("pinned_out 55.00 GB/s")
     (named,) = (
-        line for line in lines if line.startswith("Everything is in penstock-gpu-some-gpu-80")
+        line for line in lines if line.startswith("All results are in penstock-gpu-some-gpu-80")
     )
     assert found["date"] in named
 
@@ -312,7 +312,7 @@ def test_a_driver_that_hangs_is_no_accelerator(pretend, tmp_path, capsys):
     pretend(machine=["say", "die"])
     assert command.main(["--out", str(tmp_path / "out"), "--dir", str(tmp_path)]) == 2
     out = capsys.readouterr().out
-    assert "asking for it died of SIGKILL" in out
+    assert "the query failed (died of SIGKILL)" in out
     assert "somebody" not in out
 
 

@@ -123,9 +123,9 @@ def test_rss_is_sampled_when_asked(session_for):
 
 
 def test_what_is_no_model_or_optimizer_is_refused():
-    with pytest.raises(ConfigError, match="model is a str, it must be of type Module"):
+    with pytest.raises(ConfigError, match="model is a str, but must be of type Module"):
         penstock.offload("model")
-    with pytest.raises(ConfigError, match="optimizer is a list, it must be of type Optimizer"):
+    with pytest.raises(ConfigError, match="optimizer is a list, but must be of type Optimizer"):
         penstock.offload(None, [])
 
 

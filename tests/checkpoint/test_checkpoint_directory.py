@@ -486,7 +486,7 @@ def test_the_command_line_tells_what_is_there(disk_path, capsys):
     assert main(["checkpoint", "info", path]) == 0
     assert "optimizer" in capsys.readouterr().out
     assert main(["checkpoint", "verify", path]) == 0
-    assert "whole" in capsys.readouterr().out
+    assert "intact" in capsys.readouterr().out
     file = damage(disk_path / "step-000000000002")
     assert main(["checkpoint", "verify", path, str(disk_path / "step-000000000001"), "--json"]) == 1
     first, second = json.loads(capsys.readouterr().out)["checkpoints"]
@@ -642,4 +642,4 @@ def test_a_clock_that_is_wrong_changes_nothing_but_what_is_said_of_the_time(
         assert [each.step for each in ours.checkpoints()] == [2, 1]
         assert_same(ours.load(), state(2))
     assert main(["checkpoint", "list", str(disk_path)]) == 0
-    assert capsys.readouterr().out.count("there") == 2
+    assert capsys.readouterr().out.count("present") == 2

@@ -234,5 +234,5 @@ def test_golden_files_are_written_once_and_missing_ones_tell_how(tmp_path):
         write_golden(Keep(), folder)
     wrong = (folder / "int8.decoded").read_bytes()[:-1] + b"?"
     (folder / "int8.decoded").write_bytes(wrong)
-    with pytest.raises(AssertionError, match=r"int8\.frame decodes to other bytes"):
+    with pytest.raises(AssertionError, match=r"int8\.frame decodes to different bytes"):
         check_golden(Keep(), folder)

@@ -120,7 +120,7 @@ class CheckRun:
         if ended.records:
             return ended.records[-1]
         said = scrub(ended.said[-1]) if ended.said else "nothing"
-        return {"devices": [], "lacking": f"the query ended with {ended.how}, and printed: {said}"}
+        return {"devices": [], "lacking": f"the query failed ({ended.how}), and printed: {said}"}
 
     # -- the contract -----------------------------------------------------------------------------
 
