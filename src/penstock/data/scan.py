@@ -21,7 +21,7 @@ MEMORY_BYTES: Final = 64 << 20
 def scan(
     opened: Opened, *, memory_bytes: int = MEMORY_BYTES, verify: bool = True
 ) -> Iterator[SampleGroup]:
-    """Groups of samples; each is freed when the next is asked for. Bad samples are in ``SampleGroup.bad``.
+    """Yield groups of samples; each is freed when the next is asked for. ``bad`` lists damaged samples.
 
     Raises:
         BudgetError: A record does not fit.

@@ -8,8 +8,8 @@
 * ``FlattenedHandle``: a DTensor, whose local tensor has one of the handles above.
 
 Hooks switch off autograd's own check that a saved tensor was not modified in place (TRAPS rule 1), so
-every handle repeats it. A stripped ``MovedHandle`` has no tensor whose version it could read, so it keeps a
-*probe*: an empty tensor that shares the saved tensor's version counter but none of its memory.
+every handle repeats it. A stripped ``MovedHandle`` has no tensor whose version it could read, so it keeps
+a *probe*: an empty tensor that shares the saved tensor's version counter but none of its memory.
 """
 
 from __future__ import annotations

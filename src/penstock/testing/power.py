@@ -1,7 +1,7 @@
 """Simulated loss of power: the possible states of the files below a directory.
 
-1. ``PowerLossDisk(directory)``; the code under test runs in ``with recording(disk):``. It is executed, and each
-   change is recorded, with the moments at which its system call began and ended.
+1. ``PowerLossDisk(directory)``; the code under test runs in ``with recording(disk):``. It is executed,
+   and each change is recorded, with the moments at which its system call began and ended.
 2. ``disk.volatile(at)`` returns the changes that are not durable at a moment.
 3. ``disk.lose_power(at, into, fates)`` writes the remaining state to another directory;
    ``disk.kill(at, into)`` writes the state after only the process has died, before a later loss of power.

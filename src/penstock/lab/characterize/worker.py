@@ -1,8 +1,8 @@
 """Process that trains one rank of a job and executes commands, a line of JSON each.
 
-Started by :mod:`.rank_processes` as ``python -m penstock.lab.characterize.worker``. Replies are lines of JSON on
-the original standard output; output of libraries goes to standard error. The process ends when its input
-does, and with the process that started it.
+Started by :mod:`.rank_processes` as ``python -m penstock.lab.characterize.worker``. Replies are lines of
+JSON on the original standard output; output of libraries goes to standard error. The process ends when
+its input does, and with the process that started it.
 """
 
 from __future__ import annotations

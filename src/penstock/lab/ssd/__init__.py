@@ -2,8 +2,8 @@
 
 1. :mod:`.device`: the parts of an SSD, its array of cells, :mod:`.cells`, and the settings of its
    controller, :mod:`.control`; :mod:`.description`: devices as TOML files, and the presets.
-2. :mod:`.optimizers`: states and passes of the optimizers, from their arithmetic; :mod:`.processing_element`: the
-   arithmetic of a processing element on the die, word by word.
+2. :mod:`.optimizers`: states and passes of the optimizers, from their arithmetic;
+   :mod:`.processing_element`: the arithmetic of a processing element on the die, word by word.
 3. :mod:`.update`: bytes that a weight update moves; :mod:`.closed_form`: its time in closed form.
 4. :mod:`.energy`: its energy in joules, within three boundaries; :mod:`.wear`: its cost in endurance.
 5. :mod:`.graph`: units, stages and the resources they occupy; :mod:`.operations`: a weight update as such

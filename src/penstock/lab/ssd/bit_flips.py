@@ -1,7 +1,8 @@
 """Bit errors in real memory, as a die would pass them to its processing element.
 
-:class:`BitFlips` is called with data that were read: from :class:`penstock.testing.corrupting_engine.CorruptingEngine`, and
-with ``penstock.optim.through`` for the records of a real optimizer.
+:class:`BitFlips` is called with data that were read: from
+:class:`penstock.testing.corrupting_engine.CorruptingEngine`, and with ``penstock.optim.through`` for the
+records of a real optimizer.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Arithmetic of a processing element: a weight update on pages of words, by its four operations.
 
-:mod:`.closed_form` and :mod:`.simulation` compute the time of an update; this module computes its result. The
-element of OptimStore (HPCA 2023) has no divider and no root: Adam is fused into the five passes that
+:mod:`.closed_form` and :mod:`.simulation` compute the time of an update; this module computes its result.
+The element of OptimStore (HPCA 2023) has no divider and no root: Adam is fused into the five passes that
 :mod:`.optimizers` counts, and values that are the same for all words (the rate, both bias corrections,
 decay, the scale of gradients) are computed once in the controller and broadcast, as constants of passes.
 
 The paper states the operations, FP32, and the fused Adam without division. Assumed, and adjustable here:
 the inverse root is a first guess from the bits of a number and Newton steps, two as
-:class:`~penstock.lab.ssd.optimizers.PagePass` counts them; every product and sum is rounded to nearest FP32
-by itself; a state of two bytes is bfloat16.
+:class:`~penstock.lab.ssd.optimizers.PagePass` counts them; every product and sum is rounded to nearest
+FP32 by itself; a state of two bytes is bfloat16.
 """
 
 from __future__ import annotations

@@ -61,10 +61,10 @@ class Link(Protocol):
         While a CUDA graph is captured in the mode ``global``, which is torch's default, a call that might
         interfere (of ``cudaEventQuery``, ``cudaMalloc``, ...) breaks it, whichever thread makes it. The
         threads of lanes ask for the ends of copies, which interferes with nothing: so they take the mode
-        ``relaxed``, in which such calls are allowed (:mod:`penstock.core.graph_captures`); so do copies of
-        optimizers and checkpoints, and a loader that pins its batches. ``Session.paused`` also waits for
-        what is under way, so that nothing is copied meanwhile. A thread of the program that goes on to
-        train is not held up: it allocates memory of its own, so the capture has to be made with
+        ``relaxed``, in which such calls are allowed (:mod:`penstock.core.graph_captures`); so do copies
+        of optimizers and checkpoints, and a loader that pins its batches. ``Session.paused`` also waits
+        for what is under way, so that nothing is copied meanwhile. A thread of the program that goes on
+        to train is not held up: it allocates memory of its own, so the capture has to be made with
         ``capture_error_mode="thread_local"`` in any case.
 
         An event that is recorded on a stream that is being captured is a node of the graph, and a lane
