@@ -51,3 +51,38 @@ def test_the_readme_is_one_screen_and_a_half():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 110
     assert sum(line.startswith("| ") for line in lines) <= 13  # a heading, and twelve rows
+
+
+REBUILT_LATER = ("checkpoint", "data", "optim", "runtime", "tier")
+"""Packages that the spill core will rebuild: their words and module names change with their structure."""
+
+NO_NAMES_OF_MODULES = {
+    *("about", "above", "ahead", "aside", "away", "before", "beside", "beyond", "together", "under"),
+    *("asking", "ending", "foreseen", "given", "hidden", "kept", "laid", "leaving", "mixing", "moving"),
+    *("protected", "recomputing", "remade", "reporting", "returning", "saving", "spoiled", "told"),
+    *("axis", "case", "crew", "early", "fresh", "front", "garbage", "halves", "held", "keeper", "least"),
+    *("look", "orphans", "parcels", "plant", "repeats", "rerun", "room", "shelf", "supply", "teams"),
+    *("teller", "turns", "twins"),
+}
+"""Prepositions, participles and metaphors that modules were called once, and their kind."""
+
+
+def test_a_public_class_has_a_name_of_its_own(survey, trees):
+    twice = {n: where for n, where in survey.class_names(trees).items() if len(where) > 1}
+    assert not twice
+
+
+def test_docstrings_say_what_a_thing_is_in_a_phrase_that_stands_alone(survey, trees):
+    questions = list(survey.question_docstrings(trees))
+    assert len(questions) <= 100
+    assert [one for one in questions if one.partition(":")[0].split(".")[1] not in REBUILT_LATER] == []
+
+
+def test_modules_are_called_by_nouns_of_the_field(trees):
+    bad = [
+        module
+        for module in trees
+        if module.rpartition(".")[2] in NO_NAMES_OF_MODULES
+        and module.split(".")[1] not in REBUILT_LATER
+    ]
+    assert bad == []

@@ -32,7 +32,7 @@ TRIAL_BYTES: Final = 41 * MIB + 4096 + 1001
 range that crosses from one mapping to the next: this one crosses twice, wherever it begins. And it ends
 at a multiple of nothing, as tensors may."""
 _SKEWS: Final = (0, 512)
-"""Where it begins, in bytes from the beginning of a storage. If mappings end just between the pieces that
+"""Offsets of the trial in a storage, in bytes. If mappings end just between the pieces that
 begin at the first, they do not for the second. (Storages of torch begin at multiples of 512.)"""
 
 
