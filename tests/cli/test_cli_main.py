@@ -1,5 +1,6 @@
 """The command line itself: help, errors in one line, exit codes."""
 
+import errno
 import io
 import os
 import subprocess
@@ -11,6 +12,7 @@ from rich.table import Table
 import penstock
 from penstock.cli import main
 from penstock.cli.output import show, write_json
+from penstock.core.errors import TransferError
 
 COMMANDS = (
     *(["run"], ["bench"], ["bench", "io"], ["plan"], ["report"], ["doctor"]),
@@ -90,6 +92,16 @@ def test_settings_that_make_no_sense_are_refused_before_the_script_runs(
         assert expected in line
         assert code == 2
     assert not ran.exists()
+
+
+def test_a_directory_that_takes_no_file_is_refused_before_the_script_runs(monkeypatch, capsys):
+    def full(path):
+        raise TransferError(errno=errno.EDQUOT, op="open", path=path, offset_bytes=0, nbytes=0)
+
+    monkeypatch.setattr("penstock.cli.paths.open_unlinked", full)
+    code, line = refusal(["run", "--flash", ".", "x.py"], capsys)
+    assert f"takes no file: {os.strerror(errno.EDQUOT)}" in line
+    assert code == 2
 
 
 def test_a_directory_in_memory_is_refused(monkeypatch, capsys):

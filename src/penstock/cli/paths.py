@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, TransferError
 from penstock.core.files import absolute_path
 from penstock.core.fs import check_directory
+from penstock.io.files import open_unlinked
 
 _PICTURES: Final = (".svg", ".png", ".pdf")
 
@@ -16,10 +17,17 @@ def spill_directory(name: str | os.PathLike[str]) -> str:
     """Return the absolute path of a directory for offloading.
 
     Raises:
-        ConfigError: It is missing, not a directory, not writable, or in memory.
+        ConfigError: It is missing, not a directory, not writable, in memory, or takes no file.
     """
     path = absolute_path(name, "the directory to offload to")
     check_directory(path, "flash directory")
+    try:
+        open_unlinked(path).close()  # a quota, say, is known only then
+    except TransferError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"flash directory {path!r} takes no file: {reason}; free some space, or name another"
+        ) from error
     return path
 
 
