@@ -145,7 +145,7 @@ def test_where_there_is_no_second_context_requests_do_it(content, monkeypatch):
 
     file, data = content
     engine = aio()
-    monkeypatch.setattr("penstock.io.aio.Swarm", refused)
+    monkeypatch.setattr("penstock.io.aio.BatchContext", refused)
     memory = aligned(9 * PAGE)
     engine.submit_batch(batch_of(file, range(9), memory)).wait(PATIENCE_S)
     assert np.array_equal(memory, data[: 9 * PAGE])

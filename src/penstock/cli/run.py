@@ -313,7 +313,7 @@ class _RunLifecycle:
             self._was_refused = True
             raise SystemExit(report(error)) from None
         self._session = session
-        self._sleeper = importlib.import_module("penstock.swap.signals").Sleeper(
+        self._sleeper = importlib.import_module("penstock.swap.signals").StepSuspender(
             session,
             tell=say,
             channel=self.channel,
