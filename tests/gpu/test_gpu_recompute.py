@@ -169,7 +169,7 @@ def test_trap_39_what_one_stream_makes_again_others_wait_for(disk_path, small_kn
 def test_what_computes_something_else_is_noticed_the_first_time(
     disk_path, small_knobs, monkeypatch
 ):
-    raised, check = [], recompute._Made.check
+    raised, check = [], recompute._Recomputation.check
 
     def noting(made):
         try:
@@ -178,7 +178,7 @@ def test_what_computes_something_else_is_noticed_the_first_time(
             raised.append(str(error))
             raise
 
-    monkeypatch.setattr(recompute._Made, "check", noting)
+    monkeypatch.setattr(recompute._Recomputation, "check", noting)
     plan = plan_for(disk_path, Unsteady)
     model = built(Unsteady)
     # where memory is traced (``torch._C._activate_gpu_trace``), torch loses an error that is on its way
