@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.cli import main, run
-from penstock.cli.plan_batches import MOST, LargestBatch, between
+from penstock.cli.plan_batches import MAX_BATCH, LargestBatch, between
 from penstock.cli.plan_network import parse_settings
 from penstock.core.errors import PlanError
 from penstock.core.units import MIB
@@ -259,7 +259,7 @@ def test_a_profile_in_a_file_is_of_its_own_batch(tmp_path, capsys):
     assert written == policies.get("auto")(
         profile, Machine.preset("cpu"), Budgets(12 * MIB, 0, Machine.preset("cpu").flash_bytes)
     )
-    assert "leave it out" in refused(capsys, path, *ON_CPU, "--batch", "2")
+    assert "leave the option out" in refused(capsys, path, *ON_CPU, "--batch", "2")
     path.write_text("{}")
     assert main(["plan", str(path), *ON_CPU]) == 1
     assert str(path) in capsys.readouterr().err
@@ -367,7 +367,7 @@ def test_a_profile_between_two_is_linear():
     assert between(one, other, 128, 128) == other
     with pytest.raises(PlanError, match="where the other has 'cuda'"):
         between(one, replace(other, device="cuda"), 1, 2)
-    with pytest.raises(PlanError, match="has 1 of what the other has 0"):
+    with pytest.raises(PlanError, match="has 1 elements where the other has 0"):
         between(one, replace(other, slots=()), 1, 2)
 
 
@@ -382,7 +382,7 @@ def test_a_need_with_steps_is_found_all_the_same():
 def test_batches_without_end_and_none():
     machine = Machine.preset("cpu")
     endless = LargestBatch(linear([], lambda _: 8), 4, machine, Budgets(8)).of("keep")
-    assert (endless.batch_size, endless.bounded, str(endless)) == (MOST, False, f"≥{MOST}")
+    assert (endless.batch_size, endless.bounded, str(endless)) == (MAX_BATCH, False, f"≥{MAX_BATCH}")
     none = LargestBatch(linear([], lambda batch: 8 * batch), 4, machine, Budgets(7)).of("keep")
     assert str(none) == "none"
 
@@ -404,4 +404,4 @@ def test_a_saved_plan_is_what_run_takes(disk_path, monkeypatch, capsys):
     (disk_path / "plan.json").write_text("{}")
     assert main(["run", "--flash", ".", "--policy", "plan.json", "x.py"]) == 1
     assert main(["run", "--flash", ".", "--policy", "none.json", "x.py"]) == 2
-    assert "cannot read the profile 'none.json'" in capsys.readouterr().err
+    assert "plan 'none.json' cannot be read" in capsys.readouterr().err

@@ -516,7 +516,7 @@ def test_a_state_directory_that_is_deleted_by_hand_is_said_and_jobs_go_on(manage
 def test_one_directory_has_one_manager(managed, disk_path):
     with managed({"name": "a", "how": "steps=100000"}) as run:
         run.until(is_in("a", "awake"))
-        with pytest.raises(ConfigError, match="is in use by a running manager"):
+        with pytest.raises(ConfigError, match="is in use by this process"):
             Manager(described(disk_path, {"name": "a"}), state=str(disk_path / "state"))
         run.client.stop()
         run.ended()

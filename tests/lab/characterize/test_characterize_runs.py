@@ -120,7 +120,7 @@ def test_what_makes_no_sense_is_said_in_a_line(disk_path, capsys):
         (["--dir", str(disk_path / "no")], "does not exist"),
         (["--merge", str(disk_path / "no.json")], "cannot be read"),
         (["--merge", str(disk_path / "deep.json")], "nested too deep"),
-        (["--merge", str(disk_path / "empty.json")], "not all of these are whole results"),
+        (["--merge", str(disk_path / "empty.json")], "a file is not a whole result"),
     ):
         assert main(["characterize", *words]) == 2
         assert said in capsys.readouterr().err

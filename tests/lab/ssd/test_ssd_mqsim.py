@@ -361,7 +361,7 @@ def test_a_scenario_of_several_is_chosen(tmp_path, capsys):
     two = f"<IO_Scenario>{scenario}</IO_Scenario>" * 2
     work.write_text(f"<MQSim_IO_Scenarios>{two}</MQSim_IO_Scenarios>")
     assert main(["ssd", "run", str(config), str(work)]) != 0
-    assert "has 2 scenarios, each for a new drive; say which" in capsys.readouterr().err
+    assert "has 2 scenarios, each for a new drive; choose one" in capsys.readouterr().err
     assert main(["ssd", "run", str(config), str(work), "--scenario", "2"]) == 0
     assert "20 in" in capsys.readouterr().out
     assert main(["ssd", "run", str(config), "read", "--scenario", "2"]) != 0
@@ -390,7 +390,7 @@ def test_files_are_run_and_what_they_say_in_vain_is_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("device", "work", "says"),
     [
-        ({"Flash_Technology": "QLC"}, {}, "known here are SLC, MLC, TLC"),
+        ({"Flash_Technology": "QLC"}, {}, "it must be one of SLC, MLC, TLC"),
         ({"Page_Capacity": "many"}, {}, "Page_Capacity is 'many', not a whole number"),
         ({"Flash_Channel_Count": 0}, {}, "geometry.channels is 0"),
         ({}, {"Stop_Time": -1}, "where Stop_Time is 0, Total_Requests_To_Generate must be 1"),

@@ -49,7 +49,7 @@ class Update:
         states = len(self.rule.states)
         if self.state_bytes and len(self.state_bytes) != states:
             raise ConfigError(
-                f"state_bytes has {len(self.state_bytes)} values, and {self.optimizer} {states} states:"
+                f"state_bytes has {len(self.state_bytes)} values, but {self.optimizer} has {states} states:"
                 f" {', '.join(self.rule.states)}"
             )
         for nbytes in (*self.state_bytes, self.gradient_bytes, self.weight_bytes):
