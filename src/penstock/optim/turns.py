@@ -31,7 +31,7 @@ class Turns:
         self._rotating = len(ring)
 
     def begin(self, order: Sequence[Tile], rank: Mapping[int, int], rotating: int) -> None:
-        """Begin a pass; see ``Pipeline.begin``."""
+        """Begin a pass; see ``TilePipeline.begin``."""
         self._ahead = deque(order)
         self._rank = rank
         self._rotating = rotating
