@@ -57,11 +57,56 @@ REBUILT_LATER = ("checkpoint", "data", "optim", "runtime", "tier")
 """Packages that the spill core will rebuild: their words and module names change with their structure."""
 
 NO_NAMES_OF_MODULES = {
-    *("about", "above", "ahead", "aside", "away", "before", "beside", "beyond", "together", "under"),
-    *("asking", "ending", "foreseen", "given", "hidden", "kept", "laid", "leaving", "mixing", "moving"),
+    *(
+        "about",
+        "above",
+        "ahead",
+        "aside",
+        "away",
+        "before",
+        "beside",
+        "beyond",
+        "together",
+        "under",
+    ),
+    *(
+        "asking",
+        "ending",
+        "foreseen",
+        "given",
+        "hidden",
+        "kept",
+        "laid",
+        "leaving",
+        "mixing",
+        "moving",
+    ),
     *("protected", "recomputing", "remade", "reporting", "returning", "saving", "spoiled", "told"),
-    *("axis", "case", "crew", "early", "fresh", "front", "garbage", "halves", "held", "keeper", "least"),
-    *("look", "orphans", "parcels", "plant", "repeats", "rerun", "room", "shelf", "supply", "teams"),
+    *(
+        "axis",
+        "case",
+        "crew",
+        "early",
+        "fresh",
+        "front",
+        "garbage",
+        "halves",
+        "held",
+        "keeper",
+        "least",
+    ),
+    *(
+        "look",
+        "orphans",
+        "parcels",
+        "plant",
+        "repeats",
+        "rerun",
+        "room",
+        "shelf",
+        "supply",
+        "teams",
+    ),
     *("teller", "turns", "twins"),
 }
 """Prepositions, participles and metaphors that modules were called once, and their kind."""
@@ -75,7 +120,9 @@ def test_a_public_class_has_a_name_of_its_own(survey, trees):
 def test_docstrings_say_what_a_thing_is_in_a_phrase_that_stands_alone(survey, trees):
     questions = list(survey.question_docstrings(trees))
     assert len(questions) <= 100
-    assert [one for one in questions if one.partition(":")[0].split(".")[1] not in REBUILT_LATER] == []
+    assert [
+        one for one in questions if one.partition(":")[0].split(".")[1] not in REBUILT_LATER
+    ] == []
 
 
 def test_modules_are_called_by_nouns_of_the_field(trees):

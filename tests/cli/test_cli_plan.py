@@ -382,7 +382,11 @@ def test_a_need_with_steps_is_found_all_the_same():
 def test_batches_without_end_and_none():
     machine = Machine.preset("cpu")
     endless = LargestBatch(linear([], lambda _: 8), 4, machine, Budgets(8)).of("keep")
-    assert (endless.batch_size, endless.bounded, str(endless)) == (MAX_BATCH, False, f"≥{MAX_BATCH}")
+    assert (endless.batch_size, endless.bounded, str(endless)) == (
+        MAX_BATCH,
+        False,
+        f"≥{MAX_BATCH}",
+    )
     none = LargestBatch(linear([], lambda batch: 8 * batch), 4, machine, Budgets(7)).of("keep")
     assert str(none) == "none"
 

@@ -5,6 +5,8 @@ import gc
 import os
 import time
 import weakref
+from concurrent.futures import CancelledError
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from optim_runs import assert_same
 from torch import nn
 
 from penstock import ChecksumError, ClosedError, PenstockWarning, TransferError
+from penstock.core.errors import SourceChangedError
 from penstock.io.threads import ThreadEngine
 from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash, store
 from penstock.optim.away import Away
-from penstock.testing.faults import Fail, FaultySyscalls
+from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +203,32 @@ def test_a_grad_scaler_unscales_what_is_on_flash(small):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
+    assert_same(ours.parameters(), theirs.parameters())
+    a.close()
+
+
+def test_an_operator_that_has_changed_a_gradient_but_not_returned_harms_no_write(
+    monkeypatch, small
+):
+    """What an operator is changing in place is compared, after its write, with what it was before."""
+    gate = GatedSyscalls()
+    monkeypatch.setattr(store, "ThreadEngine", lambda *_: ThreadEngine(syscalls=gate))
+    ours, theirs = network(), network()
+    a = FlashAdamW(ours.parameters(), gradient_memory=0, **small)
+    b = torch.optim.AdamW(theirs.parameters(), fused=True)
+    backward(ours, 0)
+    gate.wait_for_call()
+    for p in ours.parameters():  # as an operator does before it returns
+        p.grad.rest.real.mul_(0.5)
+    gate.open()
+    for ticket in [each for p in ours.parameters() for each in p.grad.rest.tickets]:
+        with suppress(SourceChangedError, CancelledError):
+            ticket.written.wait(10)
+    backward(theirs, 0)
+    for p in theirs.parameters():
+        p.grad.mul_(0.5)
+    a.step()  # a warning is an error
+    b.step()
     assert_same(ours.parameters(), theirs.parameters())
     a.close()
 

@@ -29,7 +29,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from penstock.core.errors import PenstockWarning, TransferError
+from penstock.core.errors import PenstockWarning, SourceChangedError, TransferError
 from penstock.core.locks import Lock
 from penstock.io.engine import Engine, Transfer
 from penstock.io.pages import trim_heap
@@ -364,7 +364,10 @@ def _was_written(
     tickets: list[Ticket],
     done: Transfer,
 ) -> None:
-    """In a thread of the engine: what is on flash need not be in memory."""
+    """Free the memory of values that are on flash. In a thread of the engine.
+
+    Where an operator is changing them in place, which it reports when it returns, they stay in memory.
+    """
     mine, rest = keeper(), resting()
     if mine is None or rest is None:
         return
@@ -378,8 +381,9 @@ def _was_written(
                 return
             real, rest.real = rest.real, None
         else:
-            rest.tickets = []
-            mine._failure = error
+            rest.tickets, rest.norm = [], None
+            if not isinstance(error, SourceChangedError):
+                mine._failure = error
     if error is not None:
         discard_all(mine._shelf.open(), tickets)
     else:

@@ -49,8 +49,8 @@ class Update:
         states = len(self.rule.states)
         if self.state_bytes and len(self.state_bytes) != states:
             raise ConfigError(
-                f"state_bytes has {len(self.state_bytes)} values, but {self.optimizer} has {states} states:"
-                f" {', '.join(self.rule.states)}"
+                f"state_bytes has {len(self.state_bytes)} values, but {self.optimizer} has {states}"
+                f" states: {', '.join(self.rule.states)}"
             )
         for nbytes in (*self.state_bytes, self.gradient_bytes, self.weight_bytes):
             if nbytes not in _BYTES:
