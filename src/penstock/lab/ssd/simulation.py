@@ -37,7 +37,7 @@ class SimulationEngine(enum.StrEnum):
     """The bound of each resource."""
     TIMELINE = "timeline"
     """The fast path, with Numba."""
-    TWIN = "twin"
+    PLAIN = "plain"
     """The fast path, in plain Python."""
     EVENTS = "events"
     """The reference."""
