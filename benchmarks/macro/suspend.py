@@ -164,7 +164,7 @@ def job(kind: str, depth: int, width: int, directory: str, load: str | None) -> 
 
 def places_of(session: Any) -> list[tuple[int, int, int]]:
     """Where a suspended job is: descriptors, offsets and lengths."""
-    pieces = [piece for each in session.suspended._parcels for piece in each.ticket.place.pieces]
+    pieces = [piece for each in session.suspended._batches for piece in each.ticket.place.pieces]
     return [(each.file.fd, each.offset_bytes, each.nbytes) for each in pieces]
 
 
@@ -193,7 +193,7 @@ def read_own(session: Any) -> float:
 
 def own_pages(session: Any) -> list[pages.PageRange]:
     """The memory of a suspended job."""
-    return [each.held.pages for each in session.suspended._away]
+    return [each.held.pages for each in session.suspended._storages]
 
 
 def by_hand(

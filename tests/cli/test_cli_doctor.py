@@ -1,5 +1,6 @@
 """``penstock doctor``: on this machine nothing fails; elsewhere each check says what to do."""
 
+import errno
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import pytest
 from penstock.cli import checks, main, system
 from penstock.cli.checks import CheckStatus, DoctorCheck
 from penstock.core import fs, knobs
+from penstock.core.errors import TransferError
 from penstock.core.fs import FileSystem
 from penstock.io.cufile import Availability
 
@@ -255,6 +257,16 @@ def test_disks(disk_path, monkeypatch):
     (refused,) = checks.disk(path)
     assert refused.verdict is CheckStatus.FAIL
     assert "tmpfs" in refused.value
+
+
+def test_a_directory_that_takes_no_file_fails_in_words(disk_path, monkeypatch):
+    def full(path):
+        raise TransferError(errno=errno.EDQUOT, op="open", path=path, offset_bytes=0, nbytes=0)
+
+    monkeypatch.setattr(checks, "open_unlinked", full)
+    (check,) = checks.disk(str(disk_path))
+    assert check.verdict is CheckStatus.FAIL
+    assert os.strerror(errno.EDQUOT) in check.value
 
 
 def test_a_disk_too_full_for_a_probe_fails_in_words(disk_path, monkeypatch):

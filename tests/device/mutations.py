@@ -126,13 +126,13 @@ HELD = {"after", "keep_alive"}
 """Arguments by keyword in whose place nothing comes: what a copy comes after, and what it holds."""
 EARLY = {
     "runtime/cuda/lanes.py": {
-        ("Lane._issue", "a copy holds its storage no longer than until it is issued"): {
+        ("CopyLane._issue", "a copy holds its storage no longer than until it is issued"): {
             "            copy.after = ()\n": "            copy.after, copy.storage = (), None\n"
         },
-        ("Lane.serve", "a copy has landed when it has been issued"): {
+        ("CopyLane.serve", "a copy has landed when it has been issued"): {
             "watched = self._see_end(copy)": "watched = False"
         },
-        ("Lane._reuse", "the event that times are reckoned from is used again"): {
+        ("CopyLane._reuse", "the event that times are reckoned from is used again"): {
             "event is not None and event is not kept": "event is not None"
         },
     },
@@ -175,12 +175,12 @@ EARLY = {
         },
     },
     "runtime/encoding/worker.py": {
-        ("Worker._encode", "a source is let go of when its frame is on its way"): {
+        ("CodecWorker._encode", "a source is let go of when its frame is on its way"): {
             "part.written.add_done_callback(partial(self._written, job, slot))": (
                 "self._ended(job, slot, None)"
             )
         },
-        ("Worker._read", "a frame is decoded before it is there"): {
+        ("CodecWorker._read", "a frame is decoded before it is there"): {
             "transfer.add_done_callback(partial(self._arrived, job, index, slot))": (
                 "self._arrived(job, index, slot, Transfer(0))"
             )

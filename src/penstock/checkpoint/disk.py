@@ -327,7 +327,7 @@ def lock(directory: Directory) -> bool:
 
 
 def is_alone(fd: int) -> bool:
-    """Return whether no process has a file open or mapped; False where that cannot be determined.
+    """Return whether nothing else has a file open or mapped, in any process; False where it is not known.
 
     That is what the kernel wants to grant a write lease. Whoever opens the file at that very instant
     waits until it is given back, and we are sent a signal, which is to be one that is ignored by default.

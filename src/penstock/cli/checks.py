@@ -20,7 +20,13 @@ from typing import Any, Final
 from penstock.cli import system
 from penstock.cli.paths import spill_directory
 from penstock.core import knobs
-from penstock.core.errors import ConfigError, PenstockError, PenstockWarning, free_space_bytes
+from penstock.core.errors import (
+    ConfigError,
+    PenstockError,
+    PenstockWarning,
+    TransferError,
+    free_space_bytes,
+)
 from penstock.core.fs import filesystem_of
 from penstock.core.units import GIB, MIB, format_bandwidth, format_bytes
 from penstock.io import cufile, numa
@@ -276,7 +282,8 @@ def disk(directory: str) -> list[DoctorCheck]:
         try:
             path = spill_directory(directory)
             return [direct_io(path), free_space(path), quick_bandwidth(path)]
-        except ConfigError as error:  # of the directory, or of a variable that a check needs
+        except (ConfigError, TransferError) as error:
+            # of the directory, of a file in it, or of a variable that a check needs
             return [DoctorCheck(directory, CheckStatus.FAIL, str(error))]
 
 

@@ -43,7 +43,7 @@ def get(name: str) -> Codec:
     except KeyError:
         known = ", ".join(names())
         raise ConfigError(
-            f"there is no codec {name!r}; there are {known}, and chains of them with + between"
+            f"there is no codec {name!r}; there are {known}, and chains such as zero-value+exponent"
         ) from None
 
 

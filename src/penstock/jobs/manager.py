@@ -269,7 +269,7 @@ class Manager:
         self._recording.write(self._document(), self._clock())
 
     def _prefetch(self) -> None:
-        """Let the next job prefetch memory; see [Note: prefetching a job] in ``policy``."""
+        """Let the next job prefetch memory; see [Note: prefetching a job]."""
         entries = self.entries()
         rests = {name: task.status.flash_bytes for name, task in self._tasks.items()}
         wanted = self.description.machine.prefetch and self._turn.spent_s > 0

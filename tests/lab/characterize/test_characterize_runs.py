@@ -111,6 +111,14 @@ def test_a_restore_that_leaves_a_part_out_is_noticed(part, way, disk_path, monke
     assert found["same"] is (part is None)
 
 
+def test_help_needs_no_directory_that_can_be_written(monkeypatch, capsys):
+    monkeypatch.setattr("os.access", lambda *_, **__: False)
+    with pytest.raises(SystemExit) as end:
+        main(["characterize", "--help"])
+    assert end.value.code == 0
+    assert "--merge" in capsys.readouterr().out
+
+
 def test_what_makes_no_sense_is_said_in_a_line(disk_path, capsys):
     (disk_path / "deep.json").write_text("[" * 100_000)
     (disk_path / "empty.json").write_text('{"schema": 1, "networks": [{}]}')

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, get_args
 
 from penstock.core.errors import ConfigError
-from penstock.core.fs import check_directory
 from penstock.lab.characterize.networks import NETWORKS
 
 Parallel = Literal["none", "ddp", "pipeline"]
@@ -59,9 +59,11 @@ class Settings:
             _check_count("steps", self.steps, 1)
         if not 0 < self.seconds < 3600:
             raise ConfigError(f"seconds={self.seconds} is not between 0 and 3600")
-        check_directory(
-            self.directory, "the directory for checkpoints", allow_memory_filesystem=True
-        )
+        if not os.path.isdir(self.directory):  # --help and --merge write nothing
+            raise ConfigError(
+                f"the directory for checkpoints {self.directory!r} does not exist, or is not a directory;"
+                " name another"
+            )
 
     @property
     def epoch_steps(self) -> int:
