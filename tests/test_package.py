@@ -32,6 +32,7 @@ EXPORTS = [
     "Session",
     "ShortTransferError",
     "SizeError",
+    "SourceChangedError",
     "SuspendError",
     "Suspended",
     "TransferError",

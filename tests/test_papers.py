@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from penstock.lab.dry.networks import dry_zoo_profile
 from penstock.plan import Machine
 from penstock.plan.algorithms import fastest
-from penstock.plan.baseline import static_bytes
 
 MACRO = Path(__file__).parents[1] / "benchmarks" / "macro"
 NAMES = ("artifact", "flash", "g10", "layers", "paper", "vdnn")
@@ -78,7 +77,7 @@ def test_a_slowed_machine_takes_so_many_times_as_long(papers):
     assert slow.passes[0].end_ns == pytest.approx(7 * quick.passes[0].end_ns, rel=1e-3)
 
 
-def test_the_static_baseline_is_everything_at_once():
+def test_the_static_baseline_is_everything_at_once(papers):
     machine = Machine.preset("titan-x")
     profile = dry_zoo_profile("alexnet", 8, machine=machine, device="cuda")
     workspaces = [
@@ -89,8 +88,11 @@ def test_the_static_baseline_is_everything_at_once():
     weights = 61_100_840 * 4
     maps = sum(slot.key.nbytes for slot in profile.slots)
     passing = max(one.nbytes for one in profile.transients)
+    static_bytes = papers["vdnn"].static_bytes
     assert static_bytes(profile, machine) == (2 * weights + maps + passing + max(workspaces))
     assert max(workspaces) > 0
+    saved_only, plain = replace(profile, transients=()), replace(machine, compute=None)
+    assert static_bytes(saved_only, plain) == maps + profile.small_bytes
 
 
 def test_cudnns_pooling_keeps_no_indices_and_what_was_beside_them_stays(papers):

@@ -19,12 +19,12 @@ from torch.nn import functional as F  # noqa: N812
 
 from penstock.lab import zoo
 from penstock.lab.dry import dry_profile
+from penstock.lab.dry.roofline import retimed
 from penstock.lab.ssd import Placement, Update
 from penstock.lab.ssd.device import Device
 from penstock.lab.ssd.simulation import SimulationEngine, simulate
 from penstock.plan import Budgets, Machine, Profile, policies
 from penstock.plan.replay import replay
-from penstock.plan.roofline import retimed
 
 CARDS = ("a100-g10", "rtx-3090", "v100-nvme")
 """Assumed. The first is shown; a verdict is "yes" only if every card that holds the network has it so."""

@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.lab.dry.networks import dry_zoo_profile
 from penstock.plan import Budgets, Machine, Plan, Profile, policies
-from penstock.plan.baseline import oracle_ns
-from penstock.plan.bound import min_step_ns
+from penstock.plan.bound import min_step_ns, oracle_ns
 from penstock.plan.replay import Replayed, replay
 
 GIB = 1 << 30

@@ -32,8 +32,8 @@ from _papers_layers import Layer, by_layer
 from _papers_paper import GIB, Line, OnPaper, figures, gib, percent, took
 
 from penstock.plan import Machine, Profile
+from penstock.plan.algorithms import fastest
 from penstock.plan.assembly import assemble
-from penstock.plan.baseline import static_bytes, workspace_bytes
 from penstock.plan.convolution import with_algorithms
 from penstock.plan.plan import Plan
 from penstock.plan.policies.vdnn_all import every_map, offload_maps
@@ -95,6 +95,23 @@ def of_2012(machine: Machine) -> OnPaper:
     """AlexNet with its paper's widths and normalizations."""
     profile = with_cudnns_pooling(_papers_alexnet.profile(AVERAGES_BATCH, machine))
     return OnPaper("alexnet", machine, known={AVERAGES_BATCH: profile})
+
+
+def static_bytes(profile: Profile, machine: Machine) -> int:
+    """The static baseline's memory, with the fastest convolutions."""
+    fast = with_algorithms(profile, machine, ())
+    if not fast.transients:
+        return fast.saved_bytes + fast.small_bytes
+    passing = max(one.nbytes for one in profile.transients)
+    return fast.fixed_bytes + fast.saved_bytes + passing + workspace_bytes(profile, machine)
+
+
+def workspace_bytes(profile: Profile, machine: Machine) -> int:
+    """The largest workspace of the fastest convolutions."""
+    if machine.compute is None:
+        return 0
+    found = (fastest(one, machine.compute) for one in profile.operators if one.convolution)
+    return max((one.workspace_bytes for one in found), default=0)
 
 
 def averages(paper: OnPaper) -> dict[str, Any]:

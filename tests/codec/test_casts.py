@@ -1,10 +1,11 @@
-"""Casts: conformance, kernels beside their twins, torch's own casts, and the edges of each format."""
+"""Casts: conformance, kernels beside their reference, torch's own casts, and the edges of each format."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from codec_reference import casts as reference
 from float_words import around_every_half, bytes_of, words_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,6 @@ from penstock.codec.base import HEADER_BYTES
 from penstock.codec.casts import LARGEST, BFloat16
 from penstock.codec.int8 import Int8
 from penstock.codec.kernels import casts as kernels
-from penstock.codec.reference import casts as twins
 from penstock.testing.codecs import CodecTests, decode, encode, roundtrip
 
 GOLDEN = Path(__file__).parents[1] / "golden/codec"
@@ -28,13 +28,13 @@ class TestBFloat16(CodecTests):
         return BFloat16()
 
 
-# -- kernels and twins ----------------------------------------------------------------------------
+# -- kernels and their reference ------------------------------------------------------------------
 
 
 def _both(name, source, *outs):
-    """What kernel and twin of that name make of it, as bytes; they must not differ."""
+    """What kernel and reference of that name make of it, as bytes; they must not differ."""
     pairs = [[np.full(size, 0x55, dtype) for size, dtype in outs] for _ in range(2)]
-    for module, made in zip((kernels, twins), pairs, strict=True):
+    for module, made in zip((kernels, reference), pairs, strict=True):
         source(getattr(module, name), made)
     for fast, slow in zip(*pairs, strict=True):
         assert fast.tobytes() == slow.tobytes()
@@ -42,19 +42,19 @@ def _both(name, source, *outs):
 
 
 @given(words_of("float32"))
-def test_narrowing_equals_its_twin(words):
+def test_narrowing_equals_its_reference(words):
     for name in ("to_float16", "to_bfloat16"):
         _both(name, lambda run, made: run(words, made[0]), (words.size, np.uint16))
 
 
-def test_narrowing_equals_its_twin_around_every_value():
+def test_narrowing_equals_its_reference_around_every_value():
     """All 65536 values of the narrow type, all midpoints, and the float32s next to them."""
     for name in HALVES:
         words = around_every_half(name)
         _both(f"to_{name}", lambda run, made, w=words: run(w, made[0]), (words.size, np.uint16))
 
 
-def test_widening_equals_its_twin_for_every_value():
+def test_widening_equals_its_reference_for_every_value():
     every = np.arange(1 << 16).astype(np.uint16)
     for name in HALVES:
         _both(f"from_{name}", lambda run, made: run(every, made[0]), (every.size, np.uint32))

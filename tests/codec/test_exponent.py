@@ -1,16 +1,16 @@
-"""The codec exponent: conformance, its kernels beside their twin, sizes, and damage of each kind."""
+"""The codec exponent: conformance, its kernels beside their reference, sizes, and damage of each kind."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+from codec_reference import exponent as reference
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.codec.base import HEADER_BYTES, ITEMSIZE, read_header
 from penstock.codec.exponent import Exponent
 from penstock.codec.kernels import exponent as kernels
-from penstock.codec.reference import exponent as twins
 from penstock.core.errors import CodecError
 from penstock.testing.codec_samples import Guarded, placed, sources
 from penstock.testing.codecs import CodecTests, decode, roundtrip
@@ -66,15 +66,15 @@ def exponents_of_blocks():
     )
 
 
-def same_as_the_twin(words):
+def same_as_the_reference(words):
     """Encoding in both ways, also into too little room, at odd addresses and in place; and decoding."""
     for is_small in (False, True):
-        whole = twins.encode(words, np.empty(2 * words.nbytes + 64, np.uint8), is_small)
+        whole = reference.encode(words, np.empty(2 * words.nbytes + 64, np.uint8), is_small)
         for room in {whole + 9, whole, max(whole - 1, 0), whole // 2, 0}:
             outs = [Guarded(room, skew=room % 2 * index) for index in range(2)]
             lengths = [
                 form.encode(words, out.memory, is_small)
-                for form, out in zip((kernels, twins), outs, strict=True)
+                for form, out in zip((kernels, reference), outs, strict=True)
             ]
             assert lengths[0] == lengths[1] == (whole if room >= whole else -1)
             outs[0].check()
@@ -83,7 +83,7 @@ def same_as_the_twin(words):
                 same_decoded(outs[0].memory[:whole], words)
     blocks = words[: words.size - words.size % BLOCK]
     payload = np.empty(2 * blocks.nbytes + 64, np.uint8)
-    same_in_place(blocks, payload[: twins.encode(blocks, payload, True)])
+    same_in_place(blocks, payload[: reference.encode(blocks, payload, True)])
 
 
 def same_in_place(words, payload):
@@ -107,7 +107,7 @@ def same_decoded(payload, words):
     places = [
         form.decode(source, back.memory.view(words.dtype))
         for form, source, back in zip(
-            (kernels, kernels, twins), (payload, odd, payload), backs, strict=True
+            (kernels, kernels, reference), (payload, odd, payload), backs, strict=True
         )
     ]
     assert places[0] == places[1] == places[2]
@@ -119,25 +119,25 @@ def same_decoded(payload, words):
 
 @pytest.mark.parametrize("dtype", sorted(UNSIGNED))
 @pytest.mark.parametrize("count", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3])
-def test_the_kernels_do_what_their_twins_do(dtype, count):
+def test_the_kernels_do_what_their_reference_does(dtype, count):
     for _, source in sources(dtype, count * ITEMSIZE[dtype]):
-        same_as_the_twin(source.view(UNSIGNED[dtype]))
+        same_as_the_reference(source.view(UNSIGNED[dtype]))
 
 
 @given(exponents=exponents_of_blocks(), dtype=st.sampled_from(sorted(UNSIGNED)))
-def test_the_kernels_do_what_their_twins_do_for_any_exponents(exponents, dtype):
+def test_the_kernels_do_what_their_reference_does_for_any_exponents(exponents, dtype):
     words = with_exponents(exponents, dtype)
-    same_as_the_twin(words)
+    same_as_the_reference(words)
     frame_of(words, dtype)
 
 
 @given(data=st.data())
-def test_the_kernels_judge_a_damaged_payload_as_their_twins_do(data):
+def test_the_kernels_judge_a_damaged_payload_as_their_reference_does(data):
     """Nothing outside is touched, and the same place is told; in place the same blocks are refused."""
     dtype = data.draw(st.sampled_from(sorted(UNSIGNED)))
     words = with_exponents(data.draw(exponents_of_blocks()), dtype)
     room = np.empty(2 * words.nbytes + 64, np.uint8)
-    payload = room[: twins.encode(words, room, data.draw(st.booleans()))].copy()
+    payload = room[: reference.encode(words, room, data.draw(st.booleans()))].copy()
     heads = st.integers(0, max(kernels.HEAD_BYTES * (words.size // BLOCK) - 1, 0))
     changes = st.tuples(heads | st.integers(0, 9999), st.integers(0, 7) | st.integers(0, 255))
     for index, value in data.draw(st.lists(changes, max_size=5)):

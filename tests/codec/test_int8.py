@@ -1,9 +1,10 @@
-"""Blockwise int8: conformance, its kernels beside their twin, steps, and what is not finite."""
+"""Blockwise int8: conformance, its kernels beside their reference, steps, and what is not finite."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+from codec_reference import int8 as reference
 from float_words import bytes_of, words_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from penstock.codec.base import HEADER_BYTES
 from penstock.codec.int8 import LEAST_STEP, Int8
 from penstock.codec.kernels import int8 as kernels
-from penstock.codec.reference import int8 as twins
 from penstock.core.errors import CodecError
 from penstock.testing.codecs import CodecTests, decode, encode
 
@@ -24,10 +24,10 @@ class TestInt8(CodecTests):
 
 
 @given(words_of("float32"))
-def test_the_kernels_equal_their_twin(words):
+def test_the_kernels_equal_their_reference(words):
     blocks = -(-words.size // 256)
     made = []
-    for module in (kernels, twins):
+    for module in (kernels, reference):
         steps, codes = np.empty(blocks, np.float32), np.empty(words.size, np.int8)
         module.to_int8(words, steps, codes, LEAST_STEP)
         back = np.empty(words.size, np.float32)
@@ -40,12 +40,12 @@ def test_the_kernels_equal_their_twin(words):
     st.lists(st.floats(2.0**-120, width=32, allow_infinity=False), min_size=1, max_size=3),
     st.randoms(),
 )
-def test_every_code_is_decoded_as_the_twin_says(steps, random):
+def test_every_code_is_decoded_as_by_the_reference(steps, random):
     codes = np.array([random.randrange(-128, 128) for _ in range(256 * len(steps) - 5)], np.int8)
     table = np.array(steps, np.float32)
     fast, slow = np.empty(codes.size, np.float32), np.empty(codes.size, np.float32)
     kernels.from_int8(table, codes, fast)
-    twins.from_int8(table, codes, slow)
+    reference.from_int8(table, codes, slow)
     assert fast.tobytes() == slow.tobytes()
 
 

@@ -1,10 +1,11 @@
-"""The codec narrow: conformance, its kernels beside their twin, each width, and heads that lie."""
+"""The codec narrow: conformance, its kernels beside their reference, each width, and heads that lie."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from codec_reference import narrow as reference
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from penstock.codec.base import HEADER_BYTES, ITEMSIZE, read_header
 from penstock.codec.device.base import decode_tensor, encode_tensor
 from penstock.codec.kernels import narrow as kernels
 from penstock.codec.narrow import HEAD_BYTES, Narrow
-from penstock.codec.reference import narrow as twins
 from penstock.core.errors import CodecError
 from penstock.testing.codec_samples import placed
 from penstock.testing.codecs import CodecTests, decode, encode, roundtrip
@@ -49,13 +49,13 @@ def integers_near(dtype):
 
 
 @given(data=st.data())
-def test_the_kernels_do_what_their_twins_do(data):
+def test_the_kernels_do_what_their_reference_does(data):
     dtype = data.draw(st.sampled_from(sorted(NUMPY)))
     drawn = data.draw(integers_near(dtype)) * data.draw(st.sampled_from([1, 3, 70]))
     ordered = np.array(drawn, NUMPY[dtype])
     words = ordered.view(f"u{ordered.itemsize}")
     low, high, only_two = kernels.survey(ordered, np.uint64(2**64 - 1))
-    assert (int(low), int(high), bool(only_two)) == twins.survey(ordered)
+    assert (int(low), int(high), bool(only_two)) == reference.survey(ordered)
     same_differences(words, words.dtype.type(int(low) % (1 << 8 * words.itemsize)))
     same_masks(words, words[0], words[-1])
 
@@ -66,22 +66,22 @@ def same_differences(words, least):
             continue
         here, there = (np.empty(words.size, packed_type) for _ in range(2))
         kernels.subtract(words, least, here)
-        twins.subtract(words, least, there)
+        reference.subtract(words, least, there)
         assert here.tobytes() == there.tobytes()
         here_back, there_back = np.empty_like(words), np.empty_like(words)
         kernels.add(here, least, here_back)
-        twins.add(there, least, there_back)
+        reference.add(there, least, there_back)
         assert here_back.tobytes() == there_back.tobytes()
 
 
 def same_masks(words, least, other):
     here, there = (np.full(8 * -(-words.size // 64), 0xA5, np.uint8) for _ in range(2))
     kernels.pack_two(words, other, here)
-    twins.pack_two(words, other, there)
+    reference.pack_two(words, other, there)
     assert here.tobytes() == there.tobytes()
     here_back, there_back = np.empty_like(words), np.empty_like(words)
     kernels.unpack_two(here, least, other, here_back)
-    twins.unpack_two(there, least, other, there_back)
+    reference.unpack_two(there, least, other, there_back)
     assert here_back.tobytes() == there_back.tobytes()
 
 

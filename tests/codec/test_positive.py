@@ -1,17 +1,17 @@
-"""The codec positive: conformance, its kernels beside their twin, and what torch's ReLU says."""
+"""The codec positive: conformance, its kernels beside their reference, and what torch's ReLU says."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from codec_reference import positive as reference
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.codec.base import HEADER_BYTES, ITEMSIZE
 from penstock.codec.kernels import positive as kernels
 from penstock.codec.positive import NEGATIVE_INFINITY, ONE, Positive
-from penstock.codec.reference import positive as twins
 from penstock.core.errors import CodecError
 from penstock.testing.codec_samples import placed, sources, special_words
 from penstock.testing.codecs import CodecTests, decode, encode
@@ -33,33 +33,33 @@ def packed_by(form, words, dtype):
     return bitmap
 
 
-def same_as_the_twin(words, dtype):
+def same_as_the_reference(words, dtype):
     bitmap = packed_by(kernels, words, dtype)
-    assert bitmap.tobytes() == packed_by(twins, words, dtype).tobytes()
+    assert bitmap.tobytes() == packed_by(reference, words, dtype).tobytes()
     one = words.dtype.type(ONE[dtype])
     here, there = np.full_like(words, 7), np.full_like(words, 9)
     kernels.unpack(bitmap, one, here)
-    twins.unpack(bitmap, one, there)
+    reference.unpack(bitmap, one, there)
     assert here.tobytes() == there.tobytes()
     for count in {words.size, max(words.size - 1, 0), words.size // 2}:
-        assert kernels.beyond(bitmap, count) == twins.beyond(bitmap, count)
+        assert kernels.beyond(bitmap, count) == reference.beyond(bitmap, count)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 4095, 4096, 4097, 9000])
-def test_the_kernels_do_what_their_twins_do(dtype, count):
+def test_the_kernels_do_what_their_reference_does(dtype, count):
     for _, source in sources(dtype, count * ITEMSIZE[dtype]):
-        same_as_the_twin(source.view(UNSIGNED[ITEMSIZE[dtype]]), dtype)
+        same_as_the_reference(source.view(UNSIGNED[ITEMSIZE[dtype]]), dtype)
 
 
 @given(data=st.data())
-def test_the_kernels_do_what_their_twins_do_for_any_words(data):
+def test_the_kernels_do_what_their_reference_does_for_any_words(data):
     dtype = data.draw(st.sampled_from(DTYPES))
     bits = 8 * ITEMSIZE[dtype]
     border = NEGATIVE_INFINITY[dtype]
     near = st.sampled_from([0, 1, border - 1, border, border + 1, 1 << (bits - 1), (1 << bits) - 1])
     drawn = data.draw(st.lists(near | st.integers(0, (1 << bits) - 1), max_size=200))
-    same_as_the_twin(np.array(drawn, UNSIGNED[ITEMSIZE[dtype]]), dtype)
+    same_as_the_reference(np.array(drawn, UNSIGNED[ITEMSIZE[dtype]]), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

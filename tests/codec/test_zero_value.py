@@ -1,13 +1,13 @@
-"""The codec zero-value: conformance, its kernels beside their twin, sizes, and damage of each kind."""
+"""Codec zero-value: conformance, its kernels beside their reference, sizes, and damage of each kind."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+from codec_reference import zero_value as reference
 
 from penstock.codec.base import HEADER_BYTES, read_header
 from penstock.codec.kernels import zero_value as kernels
-from penstock.codec.reference import zero_value as twins
 from penstock.codec.zero_value import ZeroValue
 from penstock.core.errors import CodecError
 from penstock.testing.codec_samples import placed, sources
@@ -33,23 +33,23 @@ def packed_by(form, words, room):
 
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000])
-def test_the_kernels_do_what_their_twins_do(word, count):
+def test_the_kernels_do_what_their_reference_does(word, count):
     dtype = f"int{8 * np.dtype(word).itemsize}"
     for _, source in sources(dtype, count * np.dtype(word).itemsize):
         words = source.view(word)
         kept = np.count_nonzero(words)
         for room in {kept, kept + 1, kept + 70}:
-            assert packed_by(kernels, words, room) == packed_by(twins, words, room)
+            assert packed_by(kernels, words, room) == packed_by(reference, words, room)
         kept, bitmap, packed = packed_by(kernels, words, kept)
         bits = np.frombuffer(bitmap, np.uint64)
-        for form in (kernels, twins):
+        for form in (kernels, reference):
             assert form.count(bits, count) == kept
             back = np.full_like(words, 7)
             form.unpack(bits, np.frombuffer(packed, word), back)
             assert np.array_equal(back, words)
 
 
-@pytest.mark.parametrize("form", [kernels, twins])
+@pytest.mark.parametrize("form", [kernels, reference])
 def test_too_little_room_is_said_and_not_overrun(form):
     words = np.ones(200, np.uint32)
     for room in (0, 1, 63, 64, 65, 199):

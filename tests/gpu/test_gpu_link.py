@@ -4,10 +4,10 @@ import pytest
 import torch
 from gpu_runs import settings_for
 
+from memory_nodes import node_at
 from offload_runs import session_in
 from penstock.core.budget import Budget
 from penstock.core.units import MIB
-from penstock.io import numa
 from penstock.io.arena import Arena
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder, Stage
@@ -252,4 +252,4 @@ def test_pinned_memory_is_of_the_node_that_the_device_is_at(mover, device):
     node = node_of(device)
     if node is None:
         pytest.skip("the machine does not tell at which node the device is")
-    assert {numa.node_at(slab.arena.address) for slab in mover._slabs} == {node}
+    assert {node_at(slab.arena.address) for slab in mover._slabs} == {node}

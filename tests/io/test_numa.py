@@ -1,11 +1,11 @@
 """NUMA on the machine at hand, whose node 0 there always is; and devices of a machine that is made up."""
 
-import ctypes
 import platform
 from types import SimpleNamespace
 
 import pytest
 
+from memory_nodes import node_at, policy_at
 from penstock.core.units import MIB
 from penstock.io import numa
 from penstock.io.arena import Arena
@@ -14,18 +14,6 @@ from penstock.io.mapping import Mapping
 ABSENT = 1000
 """A node that no machine has."""
 PREFERRED = 1
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def policy_at(address):
-    """How memory there is found, and of which nodes below 64."""
-    mode, mask = ctypes.c_int(), (ctypes.c_ulong * 16)()
-    number = {"x86_64": 239, "aarch64": 236}[platform.machine()]
-    at_address = ctypes.c_ulong(2)
-    size = ctypes.c_ulong(16 * 64)
-    _libc.syscall(number, ctypes.byref(mode), mask, size, ctypes.c_ulong(address), at_address)
-    return mode.value, mask[0]
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +61,7 @@ def test_memory_comes_from_the_node_that_was_asked_for():
     assert policy_at(arena.address) == (PREFERRED, 1)
     assert policy_at(arena.address + 4 * MIB - 4096) == (PREFERRED, 1)
     assert arena.pretouch()
-    assert numa.node_at(arena.address) == 0
+    assert node_at(arena.address) == 0
     arena.undo_pretouch()
     assert arena.pretouch()
     assert policy_at(arena.address) == (PREFERRED, 1)  # also what is touched later
@@ -99,7 +87,6 @@ def test_a_machine_that_we_do_not_know_is_not_asked(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "s390x")
     mapping = Mapping(2 * MIB)
     assert "s390x" in numa.prefer(mapping.address, mapping.nbytes, 0)
-    assert numa.node_at(mapping.address) is None
 
 
 @pytest.mark.parametrize(("text", "count"), [("0\n", 1), ("0-1\n", 2), ("0-2,8\n", 4), ("", 1)])

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from penstock.jobs.policy import BETWEEN, JobPhase, Limits, PolicyTurn, decide, virtual_start
 from penstock.jobs.policy import JobEntry as Seen
+from penstock.jobs.policy import JobPhase, Limits, PolicyTurn, decide, virtual_start
 
 TICK_S = 0.25
+MOVING = (JobPhase.STARTING, JobPhase.SUSPENDING, JobPhase.WAKING)
 
 
 @dataclass
@@ -79,7 +80,7 @@ class World:
 
     def _pass_time(self, job):
         entry = job.entry
-        if entry.phase in BETWEEN:
+        if entry.phase in MOVING:
             job.moves_for -= 1
             if job.moves_for <= 0:
                 sleeps = entry.phase is JobPhase.SUSPENDING

@@ -1,10 +1,11 @@
-"""Packing of compact states: the kernels give the twin's bytes, and what the notes promise."""
+"""Packing of compact states: the kernels give their reference's bytes, and what the notes promise."""
 
 import numpy as np
+import optim_reference as reference
 import pytest
 import torch
 
-from penstock.optim import adam_kernels, compact_adam, kernels, twins
+from penstock.optim import adam_kernels, compact_adam, kernels
 
 SPECIAL = np.array(
     [0, 0x80000000, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
@@ -22,9 +23,9 @@ def words(count=3000, seed=0):
 
 
 def both(name, *arguments, outputs):
-    """Run kernel and twin; the outputs, which must agree."""
+    """Run kernel and reference; the outputs, which must agree."""
     results = []
-    for module in (kernels, twins):
+    for module in (kernels, reference):
         mine = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
         getattr(module, name)(*mine)
         results.append([mine[i] for i in outputs])
@@ -144,7 +145,7 @@ def test_a_step_in_one_pass_is_torchs_but_for_the_last_bits(name):
     v = v * v
     numbers = adam_numbers(name, 4)
     made = []
-    for adam in (adam_kernels.adam, twins.adam):
+    for adam in (adam_kernels.adam, reference.adam):
         mine = weights.copy(), m.copy(), v.copy()
         adam(*mine, grads, numbers)
         made.append(mine)
@@ -197,15 +198,17 @@ def test_one_pass_unpacks_steps_and_packs_as_the_kernels_do_one_by_one(dtype):
         for parts, is_signed in zip(packed, (True, False), strict=True):
             values.append(empty(count, np.uint32))
             more = [is_signed] if is_float8 else []
-            (twins.from_float8 if is_float8 else twins.from_bfloat16)(*parts, values[-1], *more)
+            (reference.from_float8 if is_float8 else reference.from_bfloat16)(
+                *parts, values[-1], *more
+            )
         whole = masters.copy()
-        twins.adam(whole.view(np.float32), *(x.view(np.float32) for x in values), wide, numbers)
+        reference.adam(whole.view(np.float32), *(x.view(np.float32) for x in values), wide, numbers)
         for value, parts, key, is_signed in zip(values, packed, keys, (True, False), strict=True):
             more = [is_signed] if is_float8 else []
-            pack = twins.to_float8 if is_float8 else twins.to_bfloat16
+            pack = reference.to_float8 if is_float8 else reference.to_bfloat16
             pack(value, *parts, int(key), 512, *more)
         theirs = [empty(count, np.uint16), empty(count, np.uint16)]
-        twins.cut(whole, *theirs)
+        reference.cut(whole, *theirs)
         theirs += [part for parts in packed for part in parts]
         for mine, other in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(mine, other)

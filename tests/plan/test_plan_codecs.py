@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_profiles import MACHINE, MB, encodable, machines, profiles, samples, stack
 
-from penstock.plan import Action, Budgets, CodecSample, Machine, Profile, policies
+from penstock.plan import Action, Budgets, CodecSample, Machine, Profile, pipeline, policies
 from penstock.plan.encoding import MARGIN, best, cost_s, pays, round_trip_s
 from penstock.plan.groups import groups_of
-from penstock.plan.pipeline import choose, paper_s
+from penstock.plan.pipeline import choose
 from penstock.plan.placement import place, rooms_for
 from penstock.plan.replay import replay
 from penstock.plan.window import read_ahead_bytes
@@ -25,6 +25,11 @@ ranked = policies.get("ranked")
 def placed(profile, budgets):
     groups = list(groups_of(profile))
     return [pair for pair in zip(groups, place(groups, budgets), strict=True) if pair[1]]
+
+
+def paper_s(profile, machine, pairs, codecs):
+    """Seconds of all phases of all passes on paper: the busiest stage of each."""
+    return sum(max(one) for one in pipeline._busy(profile, machine, pairs, codecs).values())
 
 
 def codecs(plan):

@@ -9,7 +9,7 @@ from plan_profiles import MACHINE, machines
 
 from penstock.core.errors import ConfigError, PlanError
 from penstock.plan import Compute, Machine
-from penstock.plan.machines import find, names
+from penstock.plan.machines import find
 from penstock.plan.service import Service
 
 COMPUTE = Compute(1e12, 2e12, 0.5, 1e11, 1e-6)
@@ -134,7 +134,7 @@ def test_files_that_cannot_be_read_and_names_that_are_not_known(tmp_path):
         find("titan-y")
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", Machine.presets())
 def test_every_preset_is_whole_and_says_where_each_figure_is_from(name):
     machine = find(name)
     assert machine == Machine.preset(name)
@@ -147,7 +147,8 @@ def test_every_preset_is_whole_and_says_where_each_figure_is_from(name):
 
 
 def test_the_machines_of_the_papers_are_there():
-    assert {"titan-x", "v100-nvme", "rtx-3090", "rtx-4090", "h200", "a100-g10", "cpu"} <= {*names()}
+    expected = {"titan-x", "v100-nvme", "rtx-3090", "rtx-4090", "h200", "a100-g10", "cpu"}
+    assert expected <= {*Machine.presets()}
     g10 = find("a100-g10")
     assert (g10.flash_read_bytes_per_s, g10.host_read_bytes_per_s) == (3.2e9, 15.754e9)
     assert find("titan-x").device_bytes == 12 * 2**30

@@ -19,7 +19,7 @@ from penstock.cli.plan_network import OPTIMIZER_COPIES
 from penstock.cli.plan_request import ALL, PlanRequest, check
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, format_bytes, format_duration
-from penstock.plan import machines, policies
+from penstock.plan import Machine, policies
 from penstock.plan.plan import INFEASIBLE
 from penstock.plan.serial import encode_fields
 from penstock.report.outcome import PolicyOutcome, best_first, outcome
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", metavar="N", type=int, help="images or sequences in a step")
     made.add_argument(
         "--machine", required=True, metavar="NAME",
-        help=f"{', '.join(machines.names())}; or a file written by `penstock bench machine`",
+        help=f"{', '.join(Machine.presets())}; or a file written by `penstock bench machine`",
     )  # fmt: skip
     for name, text in (
         ("--device-memory", "budget for the device (default: all the machine's)"),

@@ -6,6 +6,6 @@
 - ``positive``: only what a ReLU's backward asks for;
 - ``casts``, ``int8``: values within a stated bound;
 - ``chain``: ``zero-value`` and another;
-- ``kernels``: the hot loops, and ``twins``: the same in a few simple lines each;
+- ``kernels``: the hot loops;
 - ``device``: forms that run on the tensor's device.
 """

@@ -2,7 +2,7 @@
 
 - ``engine``: the interface: requests, transfers, priorities;
 - ``files``: files open for direct I/O;
-- ``jobs``: the parts that engines share; ``threads``: the engine that runs everywhere; ``aio``: the
-  default on Linux; ``cufile``: the optional one for device memory;
+- ``transfer_jobs``: the parts that engines share; ``threads``: the engine that runs everywhere;
+  ``aio``: the default on Linux; ``cufile``: the optional one for device memory;
 - ``arena``: reusable memory for transfers, on ``mapping`` (pages) and ``extents`` (free ranges).
 """

@@ -16,10 +16,8 @@ from typing import Any, Final
 SYSFS: Final = Path("/sys")
 _PREFERRED: Final = 1
 """``MPOL_PREFERRED``: use other nodes if this one is full, where ``MPOL_BIND`` would end the process."""
-_NODE_AT_ADDRESS: Final = 1 | 2
-"""``MPOL_F_NODE | MPOL_F_ADDR``."""
-_CALLS: Final = {"x86_64": (237, 239), "aarch64": (235, 236)}
-"""Numbers of ``mbind`` and ``get_mempolicy``, for which the C library has no functions."""
+_MBIND: Final = {"x86_64": 237, "aarch64": 235}
+"""Number of the system call ``mbind``, for which the C library has no function."""
 _WORD_BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -65,14 +63,14 @@ def prefer(address: int, nbytes: int, node: int) -> str:
     Returns:
         ``""``, or the reason for a refusal: there is no such node, or the process may not use it.
     """
-    numbers = _CALLS.get(platform.machine())
-    if numbers is None:
+    number = _MBIND.get(platform.machine())
+    if number is None:
         return f"not supported on {platform.machine()}"
     words = node // _WORD_BITS + 1
     mask = (ctypes.c_ulong * words)()
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
     failed = _libc.syscall(
-        ctypes.c_long(numbers[0]),
+        ctypes.c_long(number),
         ctypes.c_ulong(address),
         ctypes.c_ulong(nbytes),
         ctypes.c_long(_PREFERRED),
@@ -81,22 +79,6 @@ def prefer(address: int, nbytes: int, node: int) -> str:
         ctypes.c_ulong(0),
     )
     return os.strerror(ctypes.get_errno()) if failed else ""
-
-
-def node_at(address: int) -> int | None:
-    """Return the node of a resident page; None if the system does not report it."""
-    numbers = _CALLS.get(platform.machine())
-    node = ctypes.c_int(-1)
-    if numbers is None or _libc.syscall(
-        ctypes.c_long(numbers[1]),
-        ctypes.byref(node),
-        None,
-        ctypes.c_ulong(0),
-        ctypes.c_ulong(address),
-        ctypes.c_ulong(_NODE_AT_ADDRESS),
-    ):
-        return None
-    return node.value
 
 
 def nodes(sysfs: Path = SYSFS) -> int:

@@ -5,8 +5,8 @@ Suspending a single job is in :mod:`penstock.swap`. Read in this order:
 - ``description``: the configuration; ``policy``: the choice of the jobs that compute and sleep;
 - ``processes``: jobs' processes; ``logs``: their output; ``command``: their command lines; ``task``: one
   job's life;
-- ``manager``; ``limits``; ``budget``, ``enclosure``, ``cgroups``: enforcement of the budget;
-  ``interrupts``, ``ending``: its end; ``teller``: progress messages; ``record``: state on disk;
+- ``manager``; ``limits``; ``budget``, ``job_cgroups``, ``cgroups``: enforcement of the budget;
+  ``interrupts``, ``termination``: its end; ``progress``: its messages; ``record``: state on disk;
   ``control``: its socket.
 """
 

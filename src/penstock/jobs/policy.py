@@ -68,9 +68,6 @@ ALIVE: Final = (
 )
 UP: Final = (JobPhase.STARTING, JobPhase.AWAKE, JobPhase.WAKING)
 """Phases in which a job holds, or is about to hold, all that it needs."""
-BETWEEN: Final = (JobPhase.STARTING, JobPhase.SUSPENDING, JobPhase.WAKING)
-
-
 LEAST_SLICE_S: Final = 2.0
 LEAST_PATIENCE_S: Final = 60.0
 PATIENT_ROUNDS: Final = 10

@@ -60,12 +60,8 @@ class StallCause(enum.StrEnum):
     """Wait of ``unpack`` for a read that had not been started."""
     LATE = "late_prefetch"
     """Wait of ``unpack`` for a prefetch that has started and not ended."""
-    FORWARDING = "forwarding"
-    """Wait of ``unpack`` for a tensor that is still being written."""
     SAMPLING = "sampling"
     """Measurement of codecs on a storage by ``pack``."""
-    COPY = "copy"
-    """Wait for a copy between device and host memory."""
 
 
 class Span(NamedTuple):

@@ -157,8 +157,3 @@ class SummaryValues:
     notes: tuple[str, ...]
     """Informative sentences for the user, which need no action."""
     warnings: tuple[str, ...]
-
-    @property
-    def stall_ms(self) -> float:
-        """Total time of all stalls."""
-        return sum(line.total_ms for line in self.stalls)

@@ -9,7 +9,7 @@ Read in this order:
 - ``store``: where records rest; ``pipeline``: read ahead, update, write behind; ``ring``: the memory for
   that; ``turns``: whose turn it is; ``squeeze``: fewer bytes;
 - ``gradients``: those that wait; ``away``: what stands for one that left; ``shelf``: where that rests;
-- ``update``: a tile's update; ``packing``, ``kernels``, ``twins``: compact forms;
+- ``update``: a tile's update; ``packing``, ``kernels``: compact forms;
 - ``conductor``: a step to its commit; ``overlap``: in backward; ``durable``: journals;
 - ``state_dict``: streamed; ``wear``: what it costs the SSD.
 """

@@ -1,4 +1,4 @@
-"""Adam of compact states in one pass over memory; the twin is :mod:`penstock.optim.twins`.
+"""Adam of compact states in one pass over memory.
 
 Unpacked by one kernel, stepped by torch and packed by another, what a chunk needs goes through memory
 nine times in float32. Here it is taken in strips that stay in a core's cache, by the same packing

@@ -1,4 +1,4 @@
-"""How compact states are packed and unpacked, on the bits; the twin is :mod:`penstock.optim.twins`.
+"""How compact states are packed and unpacked, on the bits.
 
 [Note: split masters]
     A float32 master of a bfloat16 weight is the weight and 16 bits more. The weight is the master

@@ -86,11 +86,6 @@ class Algorithm:
     """Number of parts of the batch that are computed one after the other."""
 
 
-def lean_algorithm(operator: Operator, compute: Compute) -> Algorithm:
-    """Return the algorithm without workspace. The operator must be a convolution."""
-    return _together(_lean(one, compute) for one in _passes(operator))
-
-
 def fastest(
     operator: Operator, compute: Compute, limit_bytes: int | None = None, max_parts: int = 1
 ) -> Algorithm:

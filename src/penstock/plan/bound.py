@@ -1,4 +1,4 @@
-"""Lower bound on the step time of any plan.
+"""Lower bounds on the step time of any plan: with unlimited memory, and within budgets.
 
 [Note: lower bound of a step]
     Consider one moment. Of the bytes that would be on the device then if everything stayed, those that
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.plan.baseline import oracle_ns
+from penstock.plan.convolution import with_algorithms
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.profile import Event, Profile
@@ -58,6 +58,14 @@ def rates(machine: Machine) -> tuple[TierRates, TierRates]:
             machine.host_read_bytes_per_s, machine.flash_read_bytes_per_s, machine.flash_over_link
         ),
     )
+
+
+def oracle_ns(profile: Profile, machine: Machine) -> int:
+    """Return the step time with unlimited memory: the fastest convolutions and no waits."""
+    fast = with_algorithms(profile, machine, ())
+    begins = [one.start_ns for one in fast.passes] + [one.start_ns for one in fast.operators]
+    ends = [one.end_ns for one in fast.passes] + [one.end_ns for one in fast.operators]
+    return max(ends, default=0) - min(begins, default=0)
 
 
 def min_step_ns(profile: Profile, machine: Machine, budgets: Budgets) -> int:

@@ -72,11 +72,6 @@ def channel_bound(profile: Profile, machine: Machine, offloaded: Placed) -> bool
     return any(max(one[2:]) > (1 - MARGIN) * one[_NETWORK] for one in busy.values())
 
 
-def paper_s(profile: Profile, machine: Machine, placed: Placed, codecs: Codecs) -> float:
-    """Return the seconds that all phases of all passes take on paper: the busiest stage of each."""
-    return sum(max(one) for one in _busy(profile, machine, placed, codecs).values())
-
-
 def windows_s(one: PassProfile, first_saved_ns: int) -> tuple[float, float]:
     """Return the seconds of a pass's forward and backward, from the first offloaded save."""
     forward_s = max(0, one.backward_start_ns - first_saved_ns) / 1e9

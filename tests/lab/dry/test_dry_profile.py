@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from penstock.core.errors import ConfigError, HookError
 from penstock.lab import zoo
 from penstock.lab.dry import dry_profile, dry_zoo_profile
+from penstock.lab.dry.roofline import retimed
 from penstock.plan import Budgets, Profile, policies
 from penstock.plan.operators import Product
-from penstock.plan.roofline import retimed
 
 SLOW = replace(GPU, compute=replace(COMPUTE, operator_s=1e-4))
 """So slow that every operator outlasts what a profile takes for one node of backward."""

@@ -131,7 +131,7 @@ def graphs(draw):
 def test_they_agree_on_any_graph_with_many_ties(phase):
     told = [
         run_phase(phase, each)
-        for each in (SimulationEngine.EVENTS, SimulationEngine.TWIN, SimulationEngine.TIMELINE)
+        for each in (SimulationEngine.EVENTS, SimulationEngine.PLAIN, SimulationEngine.TIMELINE)
     ]
     assert told[0] == told[1] == told[2]
     assert told[0].end_ps >= told[0].bus_ps // phase.channels  # no bus does two things at once
@@ -292,16 +292,16 @@ def test_a_whole_model_and_its_extrapolation(placement):
 
 
 def test_little_models_are_not_extrapolated():
-    exact = simulate(DEVICE, adam(300), DIE_PLACED, SimulationEngine.TWIN)
-    part, error = extrapolate(DEVICE, adam(300), DIE_PLACED, SimulationEngine.TWIN)
+    exact = simulate(DEVICE, adam(300), DIE_PLACED, SimulationEngine.PLAIN)
+    part, error = extrapolate(DEVICE, adam(300), DIE_PLACED, SimulationEngine.PLAIN)
     assert (part.time_s, error) == (exact.time_s, 0)
     with pytest.raises(ConfigError, match="multiple of 4"):
-        extrapolate(DEVICE, adam(300), DIE_PLACED, SimulationEngine.TWIN, periods=3)
+        extrapolate(DEVICE, adam(300), DIE_PLACED, SimulationEngine.PLAIN, periods=3)
 
 
 def test_energy_and_wear_follow_the_engines_time():
     one, formula = (
-        simulate(DEVICE, adam(200), DIE_PLACED, SimulationEngine.TWIN),
+        simulate(DEVICE, adam(200), DIE_PLACED, SimulationEngine.PLAIN),
         step(DEVICE, adam(200), DIE_PLACED),
     )
     assert one.time_s != formula.time_s
@@ -312,7 +312,7 @@ def test_energy_and_wear_follow_the_engines_time():
     )
     assert one.wear.evenness == formula.wear.evenness == pytest.approx(3 / 4)
     levelled = simulate(
-        with_field(DEVICE, "ftl.levels_planes", True), adam(200), DIE_PLACED, SimulationEngine.TWIN
+        with_field(DEVICE, "ftl.levels_planes", True), adam(200), DIE_PLACED, SimulationEngine.PLAIN
     )
     assert levelled.time_s == pytest.approx(1.026 * one.time_s)
     assert levelled.wear.steps_rated == pytest.approx(one.wear.steps_rated * 4 / 3)

@@ -26,7 +26,7 @@ def encode(words: Tensor, dtype: str) -> Tensor | None:
     size, count = ITEMSIZE[dtype], words.numel()
     whole = count - count % BLOCK
     blocks = words[:whole].view(-1, BLOCK)
-    work, rotated = _rotated(blocks, size)
+    work, rotated = _rotated(blocks)
     tops = (work >> (8 * size - 8)).bitwise_and_(0xFF).to(torch.uint8)
     planes = _planes(work, size)
     del work  # here and below: no more is held at once than must be
@@ -74,7 +74,7 @@ def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
 # -- blocks to bytes ------------------------------------------------------------------------------
 
 
-def _rotated(blocks: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _rotated(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks as int32, rotated where any element has a sign; and for each whether that is so."""
     rotated = (blocks < 0).any(1)
     work = blocks.to(torch.int32)

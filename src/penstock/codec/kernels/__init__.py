@@ -1,1 +1,1 @@
-"""Hot loops of codecs in Numba, without the GIL; simple twins are in :mod:`penstock.codec.reference`."""
+"""Hot loops of codecs in Numba, without the GIL."""

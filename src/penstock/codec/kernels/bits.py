@@ -1,4 +1,4 @@
-"""Packing of eight flags in a byte; the twin is :mod:`penstock.codec.reference.bits`.
+"""Packing of eight flags in a byte.
 
 [Note: eight flags at once]
     Flags are one byte each, in a buffer that stays in the first cache, because a processor compares or

@@ -1,4 +1,4 @@
-"""Between float32 and narrower floats, on the bits; the twin is :mod:`penstock.codec.reference.casts`.
+"""Between float32 and narrower floats, on the bits.
 
 [Note: casts on bits]
     Numba has no 16-bit floats, so a cast is integer arithmetic on the float32's bits, without a branch:

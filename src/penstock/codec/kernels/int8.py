@@ -1,4 +1,4 @@
-"""Kernels of blockwise int8; the twin is :mod:`penstock.codec.reference.int8`.
+"""Kernels of blockwise int8.
 
 The inner loops have no branch. A value is rounded to nearest even by adding 1.5 * 2^23, whose last bit is
 1: the low bits are then the integer.

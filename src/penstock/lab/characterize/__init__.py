@@ -4,10 +4,11 @@ Read in this order:
 
 - ``settings``: what a run measures; ``networks``: the nine networks, and what a scale does to them;
 - ``experiment``: :func:`characterize`, the measurements in order; ``claims``: the poster's claims;
-- ``teams``: processes of a job, seen by the parent; ``worker``: the process itself; ``training``,
-  ``data``, ``saving``: its work; ``parallel``, ``halves``: how several processes share a job;
-- ``beside``, ``neighbours``: programs that run beside a job; ``energy``, ``machine``: the machine;
-- ``scratch``, ``orphans``: cleaning up;
+- ``rank_processes``: processes of a job, seen by the parent; ``worker``: the process itself;
+  ``training``, ``data``, ``checkpoint_methods``: its work; ``parallel``, ``pipeline_stages``: how several
+  processes share a job;
+- ``slowdown``, ``neighbours``: programs that run beside a job; ``energy``, ``machine``: the machine;
+- ``scratch``, ``child_cleanup``: cleaning up;
 - ``tables``, ``figures``: the results for reading.
 """
 

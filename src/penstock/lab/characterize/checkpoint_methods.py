@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -150,12 +149,6 @@ def _evict_page_cache(folder: Path) -> None:
             with suppress(OSError):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
-
-
-def median(found: list[dict[str, Any]], name: str) -> float | None:
-    """Return the median of a value over the saves that have it; None if none has."""
-    values = [each[name] for each in found if each.get(name) is not None]
-    return statistics.median(values) if values else None
 
 
 _SAVES: Final[dict[str, Callable[[RankTraining, Path, int], dict[str, Any]]]] = {

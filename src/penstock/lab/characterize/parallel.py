@@ -12,7 +12,7 @@ GPipe's schedule.
 from __future__ import annotations
 
 import os
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -138,15 +138,6 @@ def leave() -> None:
     """Leave the process group; other ranks may have ended already."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def together(value: float) -> list[Any]:
-    """Return the values of all ranks, on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def _divisor(number: int, most: int) -> int:

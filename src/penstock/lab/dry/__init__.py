@@ -2,7 +2,7 @@
 
 1. :mod:`.fake_tensors` copies the module; tensors of the copy have shapes and no data.
 2. :mod:`.operator_recorder` sees every operator that the step calls, :mod:`.operator_work` counts its
-   work, and the machine's roofline (:mod:`penstock.plan.roofline`) gives its time.
+   work, and the machine's roofline (:mod:`.roofline`) gives its time.
 3. :mod:`.capture` lets Penstock's own hooks see what autograd saves, as in a real session.
 4. :mod:`.ledger` accounts for every byte that is alive, over time.
 5. :mod:`.profile` puts them together.

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.hooks.modules import ModuleTracker
 from penstock.lab.dry.ledger import StorageLedger
 from penstock.lab.dry.operator_work import tensors_in, work_of
+from penstock.lab.dry.roofline import operator_ns
 from penstock.observe.clock import ManualClock
 from penstock.plan.machine import Compute
 from penstock.plan.operators import Operator
-from penstock.plan.roofline import operator_ns
 
 _next_node: Final[Callable[[], int]] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _node: Final[Callable[[], Any]] = torch._C._current_autograd_node

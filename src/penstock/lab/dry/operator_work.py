@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from penstock.lab.dry.roofline import is_dense
 from penstock.plan.operators import Convolution, Product
-from penstock.plan.roofline import is_dense
 
 _aten: Final = torch.ops.aten
 _NO_DATA_TOUCHED: Final = frozenset(

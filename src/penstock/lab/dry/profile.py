@@ -23,10 +23,10 @@ from penstock.lab.dry.fake_tensors import FakeTensors
 from penstock.lab.dry.kernels import CudaKernels
 from penstock.lab.dry.ledger import StorageLedger
 from penstock.lab.dry.operator_recorder import OperatorRecorder
+from penstock.lab.dry.roofline import compute_of
 from penstock.observe.clock import ManualClock
 from penstock.plan.machine import Machine
 from penstock.plan.profile import Profile, Transient
-from penstock.plan.roofline import compute_of
 
 Step = Callable[..., torch.Tensor | None]
 """Type of ``step(module, *inputs)``, which returns the loss, or runs backward itself."""

@@ -1,7 +1,7 @@
 """Bit errors in real memory, as a die would pass them to its processing element.
 
 :class:`BitFlips` is called with data that were read: from
-:class:`penstock.testing.corrupting_engine.CorruptingEngine`, and with ``penstock.optim.through`` for the
+:class:`penstock.testing.corrupting_engine.CorruptingEngine`, and with ``OnFlash.wrap_engine`` for the
 records of a real optimizer.
 """
 

@@ -37,7 +37,7 @@ class SimulationEngine(enum.StrEnum):
     """The bound of each resource."""
     TIMELINE = "timeline"
     """The fast path, with Numba."""
-    TWIN = "twin"
+    PLAIN = "plain"
     """The fast path, in plain Python."""
     EVENTS = "events"
     """The reference."""
@@ -178,7 +178,9 @@ def _extrapolated(
         if phase.units <= 4 * part:
             times.append(run_phase(phase, engine))
             continue
-        half, more, whole = (run_phase(_first(phase, n * part), engine) for n in (2, 3, 4))
+        half, more, whole = (
+            run_phase(dataclasses.replace(phase, units=n * part), engine) for n in (2, 3, 4)
+        )
         rate = (whole.end_ps - half.end_ps) / (2 * part)
         early, late = more.end_ps - half.end_ps, whole.end_ps - more.end_ps
         error = max(error, abs(late - early) / part / rate, abs(1 - phase.bound_ps / rate))
@@ -191,10 +193,6 @@ def _extrapolated(
             )
         )
     return times, error
-
-
-def _first(phase: UpdatePhase, units: int) -> UpdatePhase:
-    return dataclasses.replace(phase, units=units)
 
 
 def _with_times(

@@ -20,8 +20,3 @@ def find(name_or_path: str | Path) -> Machine:
     if Path(text).suffix or Path(text).parent != Path():
         return Machine.load(text)
     return Machine.preset(text)
-
-
-def names() -> tuple[str, ...]:
-    """Return the names of the presets, in alphabetical order."""
-    return Machine.presets()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -218,12 +217,6 @@ def in_thread(call: Callable[[], _T]) -> _T:
     if raised:
         raise raised[0]
     return returned[0]
-
-
-def torch_version() -> tuple[int, int]:
-    """Return the major and minor version of torch."""
-    numbers = re.findall(r"\d+", torch.__version__)
-    return int(numbers[0]), int(numbers[1])
 
 
 @functools.cache

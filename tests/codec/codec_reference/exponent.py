@@ -1,4 +1,4 @@
-"""The clear twin of the kernels of the codec ``exponent``."""
+"""Reference of the kernels of the codec ``exponent``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clear twin of the kernels: slower, and the same bytes."""
+"""Reference of :mod:`penstock.optim.kernels` and ``adam_kernels``: slow, simple, the same bytes."""
 
 from __future__ import annotations
 

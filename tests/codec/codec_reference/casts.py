@@ -1,4 +1,4 @@
-"""The clear twin of the kernels of the casts."""
+"""Reference of the kernels of the casts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simple twin of :mod:`penstock.codec.kernels.bits`."""
+"""Reference of :mod:`penstock.codec.kernels.bits`."""
 
 from __future__ import annotations
 

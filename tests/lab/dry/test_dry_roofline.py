@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError, PlanError
+from penstock.lab.dry.roofline import compute_of, is_dense, operator_ns, retimed
 from penstock.plan import (
     Compute,
     Machine,
@@ -21,7 +22,6 @@ from penstock.plan import (
     Transient,
 )
 from penstock.plan.operators import Product
-from penstock.plan.roofline import compute_of, is_dense, operator_ns, retimed
 
 COMPUTE = Compute(
     float32_flops_per_s=10e12,

@@ -1,4 +1,4 @@
-"""Simple twin of the kernels of the codec ``zero-value``."""
+"""Reference of the kernels of the codec ``zero-value``."""
 
 from __future__ import annotations
 

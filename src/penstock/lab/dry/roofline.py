@@ -3,7 +3,7 @@
 The roofline (Williams et al., CACM 2009): an operator takes the longer of its arithmetic at the device's
 peak and its memory traffic at the device's bandwidth, and at least its launch. Convolutions and matrix
 products reach only a share of the peak, ``Compute.efficiency``, and less where they do not fill the
-device (:mod:`.tiles`); everything else is bound by memory.
+device (:mod:`penstock.plan.tiles`); everything else is bound by memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simple twin of the kernels of the codec ``int8``."""
+"""Reference of the kernels of the codec ``int8``."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Simple twin of the kernels of the codec ``positive``."""
+"""Reference of the kernels of the codec ``positive``."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from codec_reference.bits import beyond, pack_flags, spread
 from penstock.codec.base import Bytes, Words
-from penstock.codec.reference.bits import beyond, pack_flags, spread
 
 __all__ = ["beyond", "pack", "unpack"]
 

@@ -1,11 +1,11 @@
-"""Simple twin of the kernels of the codec ``narrow``."""
+"""Reference of the kernels of the codec ``narrow``."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from codec_reference.bits import beyond, pack_flags, spread
 from penstock.codec.base import Bytes, Words
-from penstock.codec.reference.bits import beyond, pack_flags, spread
 
 __all__ = ["add", "beyond", "pack_two", "subtract", "survey", "unpack_two"]
 
