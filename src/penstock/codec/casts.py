@@ -20,7 +20,7 @@ LARGEST = {
     "bfloat16": float.fromhex("0x1.fep127"),
     "float32": float.fromhex("0x1.fffffep127"),
 }
-"""The largest finite value of each source type."""
+"""Largest finite value of each source type."""
 _BOUND = ErrorBound(relative=2.0**-8, absolute=2.0**-134, largest=LARGEST["bfloat16"])
 
 

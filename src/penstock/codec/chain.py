@@ -71,7 +71,7 @@ def of(frame: Bytes) -> Chain:
 
 
 class Chain(Codec):
-    """The elements that are not zero, encoded by a second codec.
+    """Chain of ``zero-value`` and a second codec, which encodes the elements that are not zero.
 
     Fidelity and bound are the second codec's; but a block of its holds elements from anywhere, so a bound
     that is relative to the largest in a block is relative to the largest of all.
@@ -112,7 +112,7 @@ class Chain(Codec):
         return _PREFIX_BYTES + middle + head
 
     def _encode_stream(self, stream: Bytes, room: Bytes, dtype: str) -> int | None:
-        """Encode by the second codec, through scratch memory where only its bound has no room."""
+        """Encode with the second codec, through scratch memory if only its upper bound does not fit."""
         bound = self._second.spec(dtype, stream.size).bound_bytes
         if bound <= room.size:
             return self._second.encode(stream, room, dtype=dtype)

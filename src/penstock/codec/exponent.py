@@ -1,4 +1,4 @@
-"""Store the exponents of neighbours in a few bits each, and everything else as it is: for dense floats.
+"""Codec for dense floats: exponents of neighbouring elements in a few bits each, the rest unchanged.
 
 Mantissas are noise, so there is hardly anything to win but the exponents' entropy, which is less than
 three of their eight bits. Two ways of the same format serve two needs: ``Exponent``, the codec of
@@ -46,7 +46,7 @@ __all__ = ["Exponent"]
 
 
 class Exponent(Codec):
-    """Exponents in three or four bits, everything else as it is. Lossless; bfloat16 and float32."""
+    """Codec of exponents in three or four bits, the rest unchanged. Lossless; bfloat16 and float32."""
 
     name = "exponent"
     id = 11

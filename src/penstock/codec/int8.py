@@ -100,20 +100,20 @@ def _payload_bytes(count: int) -> int:
 
 
 def _parts(payload: Bytes, count: int) -> tuple[Words, Words]:
-    """Steps and codes."""
+    """Return views of a payload's steps and codes."""
     head = _steps_bytes(count)
     return payload[:head].view(np.float32), payload[head:].view(np.int8)
 
 
 def _chunks(count: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks and elements of every chunk."""
+    """Yield the blocks and elements of every chunk."""
     for start in range(0, count, _CHUNK):
         first = start // Int8.block
         yield slice(first, first + _CHUNK // Int8.block), slice(start, start + _CHUNK)
 
 
 def _scratch_bytes(dtype: str, count: int) -> int:
-    """Bytes that widening a chunk takes."""
+    """Return the bytes that widening a chunk takes."""
     return 0 if dtype == "float32" else 4 * min(count, _CHUNK)
 
 

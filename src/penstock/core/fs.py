@@ -29,7 +29,7 @@ _MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """A file system that a directory lies on."""
+    """File system of a directory."""
 
     kind: str
     """Name in ``/proc/mounts``: ``"ext4"``, ``"tmpfs"``, ...; ``"unknown"`` if not known."""
@@ -203,7 +203,7 @@ class FileLock:
         release_in_child(self, FileLock.close)
 
     def close(self) -> None:
-        """Let others have it. Idempotent."""
+        """Release the lock. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             with suppress(OSError):
@@ -241,7 +241,7 @@ def sync_directory(path: str) -> None:
 
 
 def replace_durably(temporary: str, path: str) -> None:
-    """Give a file that is on the device its name, and wait until the name is. Raises OSError."""
+    """Rename a file that is on the device, and wait until the name is, too. Raises OSError."""
     os.rename(temporary, path)
     sync_directory(os.path.dirname(path) or os.curdir)
 
@@ -255,7 +255,7 @@ def write_durably(
     is_shared: bool = False,
     sync_name: bool = True,
 ) -> None:
-    """Replace a small file: after a crash or a loss of power it is the old one or the new one, whole.
+    """Replace a small file. After a crash or a loss of power the old or the new one is there, whole.
 
     Args:
         path: The file; may be missing.

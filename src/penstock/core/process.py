@@ -1,4 +1,4 @@
-"""Forked children: the guard of an object that must not be used in one, and what a child releases.
+"""Guards of objects that a forked child must not use, and what a child releases.
 
 A forked child inherits everything but the threads: what had workers, or locks that one of them held,
 must not be used there. ``os.getpid`` asks the kernel each time; a guard is marked in a child by a fork
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ForkGuard:
-    """The process that an object belongs to; all objects made in one process share one guard.
+    """Process that owns an object. All objects made in one process share one guard.
 
     Attributes:
         pid: Number of the process that owns the object.
@@ -46,7 +46,7 @@ _holders: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.Weak
 
 
 def fork_guard() -> ForkGuard:
-    """Return the guard of objects that are made now."""
+    """Return the guard for objects made now."""
     return _guard
 
 

@@ -1,4 +1,4 @@
-"""The codec ``exponent`` on the tensor's device; see [Note: format exponent]."""
+"""Form of the codec ``exponent`` on the tensor's device; see [Note: format exponent]."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CODES_4: Final = 256
 
 
 def encode(words: Tensor, dtype: str) -> Tensor | None:
-    """Words to blocks. Waits once, to know whether four bits suffice everywhere; if not, again."""
+    """Encode words. Waits once to know whether four bits suffice everywhere; if not, once more."""
     size, count = ITEMSIZE[dtype], words.numel()
     whole = count - count % BLOCK
     blocks = words[:whole].view(-1, BLOCK)
@@ -47,7 +47,7 @@ def encode(words: Tensor, dtype: str) -> Tensor | None:
 
 
 def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
-    """Blocks to words. Waits to check the heads and the exceptions."""
+    """Decode blocks. Waits to check the heads and the exceptions."""
     size, blocks = ITEMSIZE[dtype], count // BLOCK
     tail_bytes = (count % BLOCK) * size
     words = torch.empty(count, dtype=word_type(dtype), device=payload.device)
@@ -75,7 +75,7 @@ def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
 
 
 def _rotated(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks as int32, rotated where any element has a sign; and for each whether that is so."""
+    """Return blocks as int32, rotated where any element has a sign, and which ones are."""
     rotated = (blocks < 0).any(1)
     work = blocks.to(torch.int32)
     turned = (work << 1).bitwise_or_((blocks < 0).to(torch.int32))
@@ -83,7 +83,7 @@ def _rotated(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _planes(work: Tensor, size: int) -> Tensor:
-    """The bytes below the top, uint8 ``[blocks, 512 * (size - 1)]``."""
+    """Return the bytes below the top, uint8 ``[blocks, 512 * (size - 1)]``."""
     middle = (work >> (8 * size - 16)).bitwise_and_(0xFF).to(torch.uint8)
     if size == 2:
         return middle
@@ -98,7 +98,7 @@ def _base(high: Tensor, codes: int) -> Tensor:
 def _mixed(
     blocks: Tensor, tops: Tensor, heads: Tensor, bodies: Tensor, fits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Heads, and bodies one after the other, of blocks of any kind; given as if all had four bits."""
+    """Return heads and joined bodies of blocks of any kind, given as if all had four bits."""
     start = bodies.size(1) - _CODES_4
     zero = (blocks == 0).all(1)
     base = _base(heads[:, 1:2], 7)
@@ -122,7 +122,7 @@ def _mixed(
 
 
 def _three_bits(threes: Tensor, tops: Tensor, counts: Tensor) -> Tensor:
-    """Codes and exceptions of blocks, uint8 ``[n, 512]``, of which the front counts."""
+    """Return codes and exceptions of blocks, uint8 ``[n, 512]``, of which the front counts."""
     lanes = threes.view(-1, 8, 64).to(torch.int32)
     shifts = torch.arange(0, 24, 3, dtype=torch.int32, device=lanes.device)[None, :, None]
     bits = (lanes << shifts).sum(1, dtype=torch.int32)
@@ -134,7 +134,7 @@ def _three_bits(threes: Tensor, tops: Tensor, counts: Tensor) -> Tensor:
 
 
 def _in_lanes(values: Tensor) -> Tensor:
-    """Elements i, i + 64, ..., i + 448 of a block before those of i + 1."""
+    """Reorder a block: elements i, i + 64, ..., i + 448 before those of i + 1."""
     return values.view(-1, 8, 64).transpose(1, 2).reshape(-1, BLOCK)
 
 
@@ -142,7 +142,7 @@ def _in_lanes(values: Tensor) -> Tensor:
 
 
 def _lengths(kinds: Tensor, highs: Tensor, counts: Tensor, size: int) -> Tensor:
-    """Lengths of bodies, int64; -1 where no block has such a head."""
+    """Return lengths of bodies, int64; -1 where no block has such a head."""
     rest = BLOCK * (size - 1)
     found = torch.full_like(kinds, -1, dtype=torch.int64)
     three = ((kinds == ROTATED_3) | (kinds == PLAIN_3)) & (counts <= MOST)
@@ -155,7 +155,7 @@ def _lengths(kinds: Tensor, highs: Tensor, counts: Tensor, size: int) -> Tensor:
 
 
 def _decoded(body: Tensor, starts: Tensor, heads: Tensor, counts: Tensor, dtype: str) -> Tensor:
-    """Words ``[n, BLOCK]`` of blocks whose kinds differ in rotation at most. Raises CodecError."""
+    """Decode blocks whose kinds differ at most in rotation to words ``[n, BLOCK]``. Raises CodecError."""
     size, kind = ITEMSIZE[dtype], int(heads[0, 0])
     rest = BLOCK * (size - 1)
     if kind == ZERO:
@@ -182,7 +182,7 @@ def _decoded(body: Tensor, starts: Tensor, heads: Tensor, counts: Tensor, dtype:
 def _tops_of_three(
     codes: Tensor, high: Tensor, counts: Tensor, body: Tensor, starts: Tensor
 ) -> Tensor:
-    """Tops ``[n, BLOCK]``; exceptions are at ``starts`` of the body. Raises CodecError."""
+    """Decode tops ``[n, BLOCK]``; exceptions are at ``starts`` of the body. Raises CodecError."""
     bits = codes.view(-1, 3, 64).to(torch.int32)
     bits = bits[:, 0] | bits[:, 1] << 8 | bits[:, 2] << 16
     shifts = torch.arange(0, 24, 3, dtype=torch.int32, device=bits.device)[None, :, None]
@@ -197,7 +197,7 @@ def _tops_of_three(
 
 
 def _turned_back(words: Tensor, rotated: Tensor, size: int) -> Tensor:
-    """Rotate right by one bit where that is due; in the signed range of the words' width."""
+    """Rotate right by one bit where ``is_rotated``; in the signed range of the words' width."""
     top = -1 << (8 * size - 1)
     turned = (words >> 1).bitwise_and_(~top).bitwise_or_((words & 1).neg_().bitwise_and_(top))
     if size == 2:

@@ -1,4 +1,4 @@
-"""Between float32 and narrower floats, on the bits.
+"""Casts between float32 and narrower floats, on their bits.
 
 [Note: casts on bits]
     Numba has no 16-bit floats, so a cast is integer arithmetic on the float32's bits, without a branch:
@@ -41,13 +41,13 @@ _K16: Final = np.uint32(16)
 
 @njit(nogil=True, cache=True)
 def as_float(bits: Any) -> Any:
-    """The float32 of these bits; inlined."""
+    """Return the float32 with these bits; inlined."""
     return np.uint32(bits).view(np.float32)
 
 
 @njit(nogil=True, cache=True)
 def as_bits(value: Any) -> Any:
-    """The bits of this float32; inlined."""
+    """Return the bits of a float32; inlined."""
     return np.float32(value).view(np.uint32)
 
 
@@ -105,7 +105,7 @@ def from_bfloat16(source: Words, out: Words) -> None:
 
 @njit(nogil=True, cache=True)
 def largest_magnitude(source: Words) -> Any:
-    """The bits of the largest finite magnitude in ``source``, float32 bits; 0 if none is finite."""
+    """Return the bits of the largest finite magnitude in ``source``, float32; 0 if none is finite."""
     top = _U32(0)
     for i in range(source.size):
         magnitude = _U32(source[i] & _MAGNITUDE)

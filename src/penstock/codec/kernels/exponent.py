@@ -1,4 +1,4 @@
-"""The hot loops of the codec ``exponent``; the format is in :mod:`penstock.codec.exponent`.
+"""Hot loops of the codec ``exponent``, whose format is in :mod:`penstock.codec.exponent`.
 
 Every loop but those over exceptions has a length that is known and no branch, so that it is vectorised.
 Operations are wrapped in ``of``, the type of the words, or in ``_U8``, because Numba widens integers.
@@ -27,7 +27,7 @@ _CODES_3: Final = 3 * _LANES
 _CODES_4: Final = 4 * _LANES
 """Bytes that the codes of a block take."""
 _FEW: Final = _CODES_4 - _CODES_3
-"""With fewer exceptions three bits take less than four."""
+"""Number of exceptions below which three bits take fewer bytes than four."""
 _U8, _U16, _U64, _AT = np.uint8, np.uint16, np.uint64, np.uintp
 _FIVES: Final = np.uint64(0x5555555555555555)
 _THREES: Final = np.uint64(0x3333333333333333)
@@ -37,7 +37,7 @@ _ONES: Final = np.uint64(0x0101010101010101)
 
 @njit(nogil=True, cache=True, inline="always")
 def _copy(source: Bytes, out: Bytes) -> None:
-    """As ``out[:] = source``, which is not vectorised."""
+    """Copy bytes. Numba does not vectorise ``out[:] = source``."""
     for i in range(out.size):
         out[i] = source[i]
 
@@ -47,7 +47,7 @@ def _copy(source: Bytes, out: Bytes) -> None:
 
 @njit(nogil=True, cache=True, inline="always")
 def _any_bit(block: Words) -> Any:
-    """The bits that any element has."""
+    """Return the bits that are set in any element."""
     of = block.dtype.type
     found = of(0)
     for i in range(BLOCK):
@@ -86,7 +86,7 @@ def _put_planes(block: Words, is_rotated: Any, tops: Bytes, planes: Bytes) -> No
 
 @njit(nogil=True, cache=True, inline="always")
 def _get_planes(tops: Bytes, planes: Bytes, is_rotated: Any, block: Words) -> None:
-    """The reverse of ``_put_planes``."""
+    """Join tops and planes to elements, as ``_put_planes`` split them."""
     of = block.dtype.type
     bits = 8 * block.itemsize
     middle = planes[:BLOCK]
@@ -108,13 +108,13 @@ def _get_planes(tops: Bytes, planes: Bytes, is_rotated: Any, block: Words) -> No
 
 @njit(nogil=True, cache=True, inline="always")
 def _base(high: Any, codes: int) -> Any:
-    """The top that code 0 would stand for, of so many others."""
+    """Return the top that code 0 would stand for beside ``codes`` others."""
     return _U8(max(high, _U8(codes)) - _U8(codes))
 
 
 @njit(nogil=True, cache=True, inline="always")
 def _bounds(tops: Bytes) -> Any:
-    """The greatest top, and one less than the least of those that are not 0."""
+    """Return the greatest top, and one less than the least top that is not 0."""
     high, low = _U8(0), _U8(255)
     for i in range(BLOCK):
         high = max(high, tops[i])
@@ -179,7 +179,7 @@ def _get_codes_3(planes: Bytes, codes: Bytes) -> None:
 
 @njit(nogil=True, cache=True)
 def _ones(x: Any) -> Any:
-    """How many bits are set. LLVM knows what this means."""
+    """Count the bits that are set. LLVM recognises this form."""
     x = _U64(x - _U64(_U64(x >> _U64(1)) & _FIVES))
     x = _U64(_U64(x & _THREES) + _U64(_U64(x >> _U64(2)) & _THREES))
     x = _U64(_U64(x + _U64(x >> _U64(4))) & _FIFTEENS)
@@ -203,7 +203,7 @@ def _mark(codes: Bytes, marks: Bytes) -> Any:
 
 @njit(nogil=True, cache=True)
 def _element(word: int, bits: Any) -> Any:
-    """Which element the lowest bit of a word of marks is about."""
+    """Return the element of the lowest bit of a word of marks."""
     place = _ones(_U64(_U64(bits & _U64(~bits + _U64(1))) - _U64(1)))
     return _AT(8 * word) + _AT(place >> _U64(3)) + _AT(_U64(place & _U64(7)) * _U64(_LANES))
 
@@ -235,7 +235,7 @@ def _get_exceptions(source: Bytes, marks: Bytes, tops: Bytes) -> None:
 
 @njit(nogil=True, cache=True, inline="always")
 def _body_bytes(head: Any, itemsize: int) -> int:
-    """Length of the body of a block with this head; -1 if there is none."""
+    """Return the length of the body of a block with this head; -1 if there is none."""
     kind, high, count = head
     rest = BLOCK * (itemsize - 1)
     length = -1
@@ -285,7 +285,7 @@ def _encode_block(block: Words, is_small: bool, tools: Any, body: Bytes) -> Any:
 
 @njit(nogil=True, cache=True, inline="always")
 def _decode_block(head: Any, body: Bytes, tools: Any, block: Words) -> bool:
-    """The reverse, of a body that has its length; false: it is not that of a block."""
+    """Decode a body of the right length; return False if it is not that of a block."""
     kind, high, count = head
     tops, codes, marks = tools
     place = BLOCK * (block.itemsize - 1)
@@ -325,7 +325,7 @@ def _get_head(source: Bytes, at: int) -> Any:
 
 @njit(nogil=True, cache=True, inline="always")
 def _tools() -> Any:
-    """Room for the tops of a block, for their codes, and for marks."""
+    """Return scratch memory for a block's tops, codes and marks."""
     room = np.empty(2 * BLOCK + _LANES, np.uint8)
     return room[:BLOCK], room[BLOCK : 2 * BLOCK], room[2 * BLOCK :]
 
@@ -372,7 +372,7 @@ def encode(words: Words, out: Bytes, is_small: bool) -> int:
 
 @njit(nogil=True, cache=True)
 def decode(payload: Bytes, words: Words) -> int:
-    """Fill ``words`` from a payload, which may be anything at all.
+    """Decode a payload, of any contents, to ``words``.
 
     Returns:
         -1 if all is well; otherwise where in the payload it is not what ``encode`` makes.
@@ -409,7 +409,7 @@ def decode(payload: Bytes, words: Words) -> int:
 
 @njit(nogil=True, cache=True)
 def encode_back(words: Words, memory: Bytes, place: int) -> int:
-    """Encode whole blocks, in as few bytes as may be, to just before ``place`` of what they lie in.
+    """Encode whole blocks in as few bytes as possible, so that they end at ``place`` of their own buffer.
 
     They are taken from the last to the first, so that none is overwritten before it was read if there
     are ``HEAD_BYTES`` for each between their end and ``place``.
@@ -439,7 +439,7 @@ def encode_back(words: Words, memory: Bytes, place: int) -> int:
 
 @njit(nogil=True, cache=True)
 def decode_ahead(memory: Bytes, place: int, words: Words) -> int:
-    """The reverse of ``encode_back``; what lies there may be anything at all.
+    """Decode what ``encode_back`` has encoded, of any contents.
 
     Returns:
         Where the payload ends; -1: this is not what ``encode_back`` makes.
