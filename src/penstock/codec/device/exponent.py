@@ -197,7 +197,7 @@ def _tops_of_three(
 
 
 def _turned_back(words: Tensor, rotated: Tensor, size: int) -> Tensor:
-    """Rotate right by one bit where ``is_rotated``; in the signed range of the words' width."""
+    """Rotate right by one bit where ``rotated``; in the signed range of the words' width."""
     top = -1 << (8 * size - 1)
     turned = (words >> 1).bitwise_and_(~top).bitwise_or_((words & 1).neg_().bitwise_and_(top))
     if size == 2:
