@@ -91,7 +91,7 @@ OFF: Final[dict[str, Callable[[], list[Any]]]] = {
     "guesses": lambda: [mock.patch.object(Guesses, "decide", _kept)],
     "crowded sampling": lambda: [mock.patch.object(Guesses, "crowded", _NEVER, create=True)],
     "sign proofs": lambda: [mock.patch.object(proofs, "KINDS", {})],
-    "recipes": lambda: [mock.patch.object(recipe_notes, "_tell", _nothing)],
+    "recipes": lambda: [mock.patch.object(recipe_notes, "_write_recipe", _nothing)],
     "heap restore": lambda: [mock.patch.dict(os.environ, PENSTOCK_RESTORE_INTO="arena")],
 }
 """What switches each heuristic off."""
@@ -143,7 +143,7 @@ WORKLOADS: Final = {
         ((2, {"sequence_length": 128}),),
         STEADY,
         9,
-        budget_share=0.3,
+        budget_share=0.5,  # slots below the floor take a third
         overrides={"dropout": 0.0},
     ),
     "vgg16-throttled": Workload("vgg16", _sizes(8, 128), STEADY, 9, slower=SLOWER),
