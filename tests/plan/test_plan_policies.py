@@ -169,7 +169,7 @@ def test_ranked_prefers_what_frees_most_byte_time_per_channel_time():
 def test_slots_that_something_else_holds_stay_and_say_so():
     plan = ranked(stack([10] * 6, held={0}), MACHINE, Budgets(40 * MB, 0, AMPLE))
     assert actions(plan)["layer.0"] == "keep"
-    assert plan.decisions[0].reason == "held elsewhere: offloading it would free nothing"
+    assert plan.decisions[0].reason == "held elsewhere: offload frees nothing"
     assert actions(plan)["layer.1"] == "flash"
 
 

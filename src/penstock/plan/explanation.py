@@ -25,7 +25,7 @@ MAX_NAMED_SLOTS: Final = 3
 def why_kept(group: SlotGroup) -> str:
     """Return the reason for keeping a group that a policy could have offloaded."""
     if group.held_elsewhere:
-        return "held elsewhere: offloading it would free nothing"
+        return "held elsewhere: offload frees nothing"
     if group.idle_ns is None:
         return "not needed in the profiled step"
     return f"tail of forward; needed {format_duration(group.idle_ns / 1e9)} after it was saved"
