@@ -36,7 +36,7 @@ class Lender(Protocol):
         """This loader reads from now on."""
 
     def remove_loader(self, loader: FlashLoader, /) -> None:
-        """It reads no more."""
+        """Stop reading."""
 
 
 class FlashLoader:

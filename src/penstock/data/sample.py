@@ -12,15 +12,15 @@ class Sample:
     """One sample, as a decoding function gets it."""
 
     index: int
-    """Its number in the data set."""
+    """Number of the sample in the data set."""
     fields: Mapping[str, memoryview | None]
     """The bytes of each field; None where it has none. They are there during the call only."""
     label: int | None
-    """Its class, where the format has classes."""
+    """Class of the sample, where the format has classes."""
     path: str
     """The file that it is in."""
     row: int
-    """Its number among the file's samples."""
+    """Number of the sample within its file."""
 
     @property
     def data(self) -> memoryview:

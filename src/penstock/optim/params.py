@@ -94,7 +94,7 @@ class Param:
         return self._seen not in (None, (self.tensor._version, self.tensor.data_ptr()))
 
     def flat(self) -> Tensor:
-        """Its elements in the order in which they lie in memory, sharing that memory and version."""
+        """Elements of the parameter in memory order, which share its memory and version."""
         return flat_like(self.tensor.detach(), self.tensor)
 
     def flat_grad(self) -> Tensor | None:

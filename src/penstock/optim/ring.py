@@ -53,7 +53,7 @@ class RecordBuffer:
     )
 
     def __init__(self, address: int, memory: NDArray[np.uint8]) -> None:
-        """It holds nothing."""
+        """Make an empty buffer."""
         self.address = address
         self.memory = memory
         self.before = BufferPhase.FREE
@@ -61,7 +61,7 @@ class RecordBuffer:
         self.clear()
 
     def clear(self) -> None:
-        """It holds nothing any more."""
+        """Mark the buffer as empty."""
         self.tile: Tile | None = None
         self.phase = BufferPhase.FREE
         self.is_fresh = self.is_early = self.leaves = self.unseen = False

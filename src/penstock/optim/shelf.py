@@ -36,7 +36,7 @@ class Reading:
     """A piece of a gradient on its way back."""
 
     def __init__(self, memory: NDArray[np.uint8], ticket: Ticket, transfer: Transfer) -> None:
-        """It comes to ``memory``, which is as long as the ticket's window."""
+        """Describe a read to ``memory``, which is as long as the ticket's window."""
         self._memory = memory
         self._ticket = ticket
         self._transfer = transfer

@@ -36,7 +36,7 @@ class Judge:
     """
 
     def __init__(self) -> None:
-        """It does at first."""
+        """Begin with compression on."""
         self.is_on = True
         self._took_s: dict[bool, deque[float]] = {way: deque(maxlen=3) for way in (True, False)}
         self._untold = 2  # passes that say nothing

@@ -19,7 +19,7 @@ class InForce:
 
     plan: Plan | None = None
     ranks: dict[MatchKey, int] = field(default_factory=dict)
-    """Its order of need, by match key."""
+    """Order of need of the plan, by match key."""
     triggers: dict[MatchKey, int] = field(default_factory=dict)
     """When, by match key, reading a slot back may begin, as a place in the order of need."""
     made_again: frozenset[tuple[str, int]] = frozenset()

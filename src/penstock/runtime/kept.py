@@ -57,7 +57,7 @@ class KeptStorage:
 
     @property
     def key(self) -> SlotKey:
-        """Its name."""
+        """Name of the slot."""
         return SlotKey(self.place[0], self.ordinal, self.nbytes)
 
     @property

@@ -43,11 +43,11 @@ class Loaders:
         self._sources: weakref.WeakSet[LoaderReads] = weakref.WeakSet()
 
     def add(self, loader: LoaderReads) -> None:
-        """One more. It is forgotten when it is dropped."""
+        """Add a loader. It is forgotten when it is dropped."""
         self._sources.add(loader)
 
     def discard(self, loader: LoaderReads) -> None:
-        """It reads no more."""
+        """Forget a loader that reads no more."""
         self._sources.discard(loader)
 
     def rest(self) -> None:

@@ -87,7 +87,7 @@ def _slot(
 
 
 def _usable(record: SlotRecord) -> tuple[CodecSample, ...]:
-    """Its samples, without the codec of signs where they are not proven to be enough."""
+    """Samples of a record, without the codec of signs where they are not proven to be enough."""
     if record.sign_only_handles == record.handles:
         return record.codecs
     return tuple(sample for sample in record.codecs if sample.codec != POSITIVE)

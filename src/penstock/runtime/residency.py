@@ -55,7 +55,7 @@ class Origin(NamedTuple):
     module: str
     """Path of the innermost running module."""
     kind: str
-    """Its type's name."""
+    """Name of the module's type."""
     dtype: str
     """As ``"float32"``."""
 
@@ -147,7 +147,7 @@ class SavedStorage:
     """Only an in-place operation could change it, and a version counter would tell; see
     [Note: complete storages]."""
     deferred: Decision | None = None
-    """Its offloading, put off until it is known whether signs are enough. RESIDENT meanwhile."""
+    """Offloading postponed until it is known whether signs are enough. RESIDENT meanwhile."""
     encoding: Encoding | None = None
     """How its bytes in ``tier`` are encoded; ``None``: they are as they were."""
     views: list[weakref.ref[View]] | None = None
@@ -159,13 +159,13 @@ class SavedStorage:
     remake: Remake | None = None
     """How its bytes are made again, when it is SPILLED and no tier has them."""
     awaits_maker: bool = False
-    """It is to be dropped when the call ends that makes it. RESIDENT meanwhile."""
+    """True if it is dropped when the call that makes it ends. RESIDENT meanwhile."""
     refused_at_bytes: int = -1
     """Bytes that tiers held when they had no room for it: once they hold less, it is not ``stuck``."""
 
     @property
     def key(self) -> SlotKey:
-        """Its name."""
+        """Name of the slot."""
         return self.record.key
 
     @property

@@ -212,7 +212,7 @@ class Outbound:
     # -- room on flash ----------------------------------------------------------------------------
 
     def _note_full(self, tier: Tier) -> None:
-        """It cannot hold more than it does now, whatever its capacity is."""
+        """Note that the tier cannot hold more than it does now, whatever its capacity is."""
         with self._lock:
             self._room[tier.spec.name] = tier.held_bytes
 

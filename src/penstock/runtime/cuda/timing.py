@@ -99,7 +99,7 @@ class DeviceTimer:
         return self._record() if self._moments and not self._capturing() else ()
 
     def wait_ends(self, since: Reached) -> None:
-        """It goes on, having enqueued nothing; ``since`` is what ``wait_begins`` returned."""
+        """End a wait in which nothing was enqueued; ``since`` is what ``wait_begins`` returned."""
         if since:
             moment = _Moment(None, self._record(), since)
             with self._lock:
