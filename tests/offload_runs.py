@@ -18,7 +18,7 @@ from penstock.io.engine import Transfer
 from penstock.observe.recorder import Stage
 from penstock.plan import Machine
 from penstock.runtime.traffic import SAVED, SMALL
-from penstock.tier.wrappers import WrapperTier
+from penstock.store.wrappers import WrapperTier
 
 MACHINE = Machine(
     name="a machine for tests",

@@ -47,7 +47,7 @@ from penstock.runtime.encoding.jobs import WriteJob
 from penstock.runtime.encoding.mover import EncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.traffic import SAVED, SMALL
-from penstock.tier import FaultyTier
+from penstock.store import FaultyTier
 
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 8e9, 8e9)
 """To plan for, not to run on: next to it every codec is quick."""
@@ -596,7 +596,7 @@ CTRL_C = """
 import sys, torch
 from penstock import OffloadConfig, Session
 from penstock.plan import Machine
-from penstock.tier import ThrottledTier
+from penstock.store import ThrottledTier
 torch.manual_seed(0)
 layers = [torch.nn.Conv2d(3 if i == 0 else 16, 16, 3, padding=1) for i in range(20)]
 net = torch.nn.Sequential(*[m for layer in layers for m in (layer, torch.nn.ReLU())])

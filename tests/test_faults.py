@@ -313,7 +313,7 @@ def test_ctrl_c_ends_a_wait_cleanly(disk_path):
         NETWORK
         + """
 from penstock import Session, OffloadConfig
-from penstock.tier import ThrottledTier
+from penstock.store import ThrottledTier
 config = OffloadConfig(device_memory="8MiB", flash=sys.argv[1], flash_capacity="256MiB",
                        policy="all", floor="64KiB")
 from penstock.plan import Machine

@@ -40,7 +40,7 @@ from penstock.plan import Budgets, Machine, PassProfile, SlotKey, SlotProfile, p
 from penstock.plan.profile import Profile
 from penstock.report.run_file import read_run
 from penstock.runtime.given import load_plan
-from penstock.tier.flash import FlashTier
+from penstock.store.flash import FlashTier
 
 MACHINE = Machine.preset("cpu")
 SLOT = SlotProfile(

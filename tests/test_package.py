@@ -71,7 +71,7 @@ def test_the_changelog_says_what_this_version_has():
 
 
 @pytest.mark.parametrize(
-    "module", ["core.units", "plan", "plan.policies", "observe", "io", "tier", "lab.ssd", "data"]
+    "module", ["core.units", "plan", "plan.policies", "observe", "io", "store", "lab.ssd", "data"]
 )
 def test_planning_io_and_observation_do_without_torch(module):
     code = f"import penstock.{module}, sys; print([m for m in sys.modules if m == 'torch'])"

@@ -46,7 +46,7 @@ from penstock.plan.replay import Replayed, replay
 from penstock.plan.slots import MatchKey
 from penstock.runtime import probe
 from penstock.runtime.movers import page_slack_bytes
-from penstock.tier import ThrottledTier
+from penstock.store import ThrottledTier
 
 FLASH_BYTES = 8 * GIB
 PROFILES = 8

@@ -36,7 +36,7 @@ import _memory
 import _results
 import penstock
 from penstock.lab import zoo
-from penstock.tier import ThrottledTier
+from penstock.store import ThrottledTier
 
 NAME = Path(__file__).stem
 TARGET = 1.5

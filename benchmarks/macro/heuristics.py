@@ -44,7 +44,7 @@ from penstock.plan import Action, Decision, Machine
 from penstock.runtime.guesses import Guesses
 from penstock.runtime.planner import Planner
 from penstock.runtime.shortage import Shortage
-from penstock.tier import ThrottledTier
+from penstock.store import ThrottledTier
 
 NAME: Final = Path(__file__).stem
 TARGET: Final = 1.02

@@ -40,7 +40,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.loaders import LoaderReads, Loaders
 from penstock.runtime.planner import Planner
 from penstock.runtime.stores import Stores, check_device_codec
-from penstock.tier.base import Tier
+from penstock.store.base import Tier
 
 if TYPE_CHECKING:
     from penstock.runtime.cuda.allowance import Allowance
@@ -76,7 +76,7 @@ class Session:
             model: Same as for ``offload``.
             optimizer: Same as for ``offload``.
             wrap_tier: Wrapper applied to every opened tier, such as
-                :class:`penstock.tier.ThrottledTier`, for emulation and tests.
+                :class:`penstock.store.ThrottledTier`, for emulation and tests.
             machine: Bandwidths for planning; by default they are measured when the session is opened.
             plan: User plan, in place of the configuration's policy.
             event_bytes: Memory for the latest events; by default the knob ``PENSTOCK_EVENT_MEMORY``.

@@ -32,8 +32,8 @@ from penstock.runtime.encoding.jobs import WriteJob
 from penstock.runtime.encoding.scratch import ScratchSlots
 from penstock.runtime.encoding.worker import CodecWorker
 from penstock.staging import CopyStep, Staging
+from penstock.store.base import Tier
 from penstock.testing.access_order import AccessOrder, Span
-from penstock.tier.base import Tier
 
 try:
     import emulator

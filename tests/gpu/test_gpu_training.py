@@ -29,7 +29,7 @@ from penstock.core.errors import PenstockWarning
 from penstock.lab import zoo
 from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.pinned import Slab
-from penstock.tier.wrappers import FaultyTier
+from penstock.store.wrappers import FaultyTier
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,7 +23,7 @@ from penstock.core.errors import BudgetError, HookError, InPlaceError
 from penstock.core.units import KIB
 from penstock.runtime import digests
 from penstock.runtime.remade import REMADE
-from penstock.tier import checksums
+from penstock.store import checksums
 from recompute_plans import (
     FLASH,
     HOST,

@@ -29,8 +29,8 @@ from penstock.core.errors import (
 )
 from penstock.core.units import MIB
 from penstock.observe.recorder import Stage
-from penstock.tier import FaultyTier
-from penstock.tier.wrappers import WrapperTier
+from penstock.store import FaultyTier
+from penstock.store.wrappers import WrapperTier
 
 
 def faulty(**options):

@@ -26,7 +26,7 @@ from offload_runs import (
 )
 from penstock.core.errors import InPlaceError, PenstockWarning
 from penstock.observe.recorder import Stage
-from penstock.tier.wrappers import WrapperTier
+from penstock.store.wrappers import WrapperTier
 from recompute_plans import following, profiled, recomputing
 
 

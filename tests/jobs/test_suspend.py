@@ -42,14 +42,14 @@ from penstock.io.pages import (
 )
 from penstock.io.threads import ThreadEngine
 from penstock.optim import FlashAdamW
+from penstock.store.base import Tier
+from penstock.store.wrappers import FaultyTier, LoggedTier
 from penstock.swap import suspend, swap_in, swap_out
 from penstock.swap.recall import Recall, _Range
 from penstock.swap.space import SwapSpace
 from penstock.swap.state import LEAST_BYTES, SuspendableStorage, storages_of, tensors_of
 from penstock.swap.write_batch import BUFFER_BYTES, BUFFERS, packed
 from penstock.testing.faults import GatedSyscalls
-from penstock.tier.base import Tier
-from penstock.tier.wrappers import FaultyTier, LoggedTier
 
 WIDTH = 512
 """A layer's weights take 1 MiB."""

@@ -13,7 +13,7 @@ from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.movers import RESTORED
-from penstock.tier.base import TierSpec
+from penstock.store.base import TierSpec
 
 
 class HostSpec:

@@ -13,7 +13,7 @@ from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.encoding.mover import EncodingMover
 from penstock.runtime.movers import CpuMover, Encoding
-from penstock.tier import HostTier, WrapperTier
+from penstock.store import HostTier, WrapperTier
 
 SCRATCH = 80 * KIB
 PIECE = 4096

@@ -24,7 +24,7 @@ from penstock.core.errors import NoSpaceError, TransferError
 from penstock.io.engine import Transfer
 from penstock.observe.clock import ManualClock
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
-from penstock.tier.base import Tier, TierSpec
+from penstock.store.base import Tier, TierSpec
 
 DEVICE = torch.device("cpu")
 COPY_NS = 1000

@@ -18,7 +18,7 @@ from penstock.core.units import MIB
 from penstock.io import cufile
 from penstock.runtime import stores
 from penstock.runtime.cuda import gpu_direct
-from penstock.tier.wrappers import FaultyTier
+from penstock.store.wrappers import FaultyTier
 
 TRIAL_BYTES = 2 * MIB + 4096 + 1001
 

@@ -14,7 +14,7 @@ from penstock.io.pages import PageRange
 from penstock.observe.clients import SUSPENDED
 from penstock.runtime.cuda import pinned
 from penstock.runtime.cuda.tickets import Where
-from penstock.tier.wrappers import FaultyTier
+from penstock.store.wrappers import FaultyTier
 
 NBYTES = 16 * KIB
 SLAB = 4 * MIB

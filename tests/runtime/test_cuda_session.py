@@ -20,7 +20,7 @@ from penstock.runtime.cuda import accelerator
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.residency import Residency
 from penstock.runtime.traffic import Traffic
-from penstock.tier.wrappers import FaultyTier
+from penstock.store.wrappers import FaultyTier
 
 
 @pytest.mark.parametrize("policy", ["all", "auto"])

@@ -33,9 +33,9 @@ from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.encoding.mover import AnyEncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH as OWNER
 from penstock.runtime.movers import RESTORED, Encoding, Mover
+from penstock.store import FlashTier
 from penstock.testing.codec_samples import check_decoded, sources, with_zeros
 from penstock.testing.tier_machine import wait_until
-from penstock.tier import FlashTier
 
 FLOATS = Encoding("zero-value", "float32")
 SCRATCH = MIB

@@ -20,9 +20,9 @@ from penstock.runtime.encoding.scratch import SLOTS, Scratch
 from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.runtime.encoding.worker import THREAD_NAME
 from penstock.runtime.movers import RESTORED, CpuMover, Encoding
+from penstock.store import FlashTier, Ticket
 from penstock.testing.codec_samples import check_decoded, sources, with_zeros
 from penstock.testing.tier_machine import wait_until
-from penstock.tier import FlashTier, Ticket
 
 SIZES = (1, 7, 64, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5, 25 * PIECE + 3)
 LOSSLESS = sorted(

@@ -23,7 +23,7 @@ from penstock.observe.recorder import Recorder
 from penstock.runtime.encoding.scratch import SCRATCH as OWNER
 from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.runtime.movers import Encoding
-from penstock.tier import FlashTier
+from penstock.store import FlashTier
 
 ENCODINGS = [
     None,

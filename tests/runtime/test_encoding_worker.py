@@ -32,9 +32,9 @@ from penstock.core.units import MIB
 from penstock.io.engine import Priority
 from penstock.runtime.encoding.scratch import ENCODING_SLOTS, SLOTS
 from penstock.runtime.encoding.scratch import SCRATCH as OWNER
+from penstock.store import FaultyTier, LogEntry, LoggedTier
 from penstock.testing.engines import run_in_fork
 from penstock.testing.tier_machine import wait_until
-from penstock.tier import FaultyTier, LogEntry, LoggedTier
 
 MANY = 3 * SLOTS
 """Pieces of a storage, or storages: more than there are slots."""

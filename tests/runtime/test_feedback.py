@@ -11,7 +11,7 @@ from penstock.core.units import MIB
 from penstock.observe.events import Mark
 from penstock.plan import Action, Budgets, Decision, Plan, SlotKey
 from penstock.runtime.feedback import improve
-from penstock.tier.throttled import ThrottledTier
+from penstock.store.throttled import ThrottledTier
 from recompute_plans import FLASH, following, profiled
 
 MS = 1_000_000

@@ -12,7 +12,7 @@ from penstock.core.units import MIB
 from penstock.io import cufile
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda import gpu_direct
-from penstock.tier.flash import FlashTier
+from penstock.store.flash import FlashTier
 
 CPU = torch.device("cpu")
 MAPPING_BYTES = 20 * MIB

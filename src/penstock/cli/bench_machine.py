@@ -42,9 +42,9 @@ from penstock.io.engine import Transfer
 from penstock.observe.recorder import Recorder, Stage
 from penstock.plan.machine import Machine
 from penstock.runtime import probe
-from penstock.tier.base import Ticket
-from penstock.tier.flash import FlashTier
-from penstock.tier.host import HostTier
+from penstock.store.base import Ticket
+from penstock.store.flash import FlashTier
+from penstock.store.host import HostTier
 
 HOST_BYTES: Final = 64 * MIB
 _MOVED_BYTES: Final = 16 * MIB

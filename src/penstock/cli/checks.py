@@ -36,7 +36,7 @@ from penstock.io.files import open_unlinked
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
 from penstock.runtime import probe
-from penstock.tier.flash import FlashTier
+from penstock.store.flash import FlashTier
 
 LEAST_PYTHON: Final = (3, 11)
 LEAST_TORCH: Final = (2, 8)

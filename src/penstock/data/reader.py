@@ -27,7 +27,7 @@ from penstock.data.permutation import Numbers
 from penstock.data.ring import ByteRing, Taken
 from penstock.io.engine import Engine, Priority, ReadBatch, Transfer
 from penstock.io.files import DirectFile, open_path
-from penstock.tier import checksums
+from penstock.store import checksums
 
 Policy = Literal["raise", "skip"]
 

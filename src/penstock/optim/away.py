@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.core.errors import ClosedError
 from penstock.core.locks import defer
-from penstock.tier.base import Ticket, Tier
+from penstock.store.base import Ticket, Tier
 
 _OVERWRITE: Final = (torch.ops.aten.copy_.default, torch.ops.aten.zero_.default)
 """Operators for which the old contents of their first argument do not matter."""

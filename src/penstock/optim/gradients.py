@@ -38,7 +38,7 @@ from penstock.optim.layout import ParameterPiece, Tile
 from penstock.optim.params import Param, flat_like
 from penstock.optim.shelf import FLYING_BYTES, TILES_AHEAD, Reading, Shelf
 from penstock.staging import copy_across, ready_event
-from penstock.tier.base import Ticket
+from penstock.store.base import Ticket
 
 LEAST_BYTES: Final = 1 << 16
 """Shorter gradients stay: it would take some pages of flash each, and free next to nothing."""

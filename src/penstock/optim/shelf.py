@@ -23,8 +23,8 @@ from penstock.optim.away import discard_all
 from penstock.optim.layout import ParameterPiece, Tile
 from penstock.optim.params import Param
 from penstock.staging import copy_across, ready_event
-from penstock.tier.base import Ticket
-from penstock.tier.flash import FlashTier
+from penstock.store.base import Ticket
+from penstock.store.flash import FlashTier
 
 TILES_AHEAD: Final = 4
 """Tiles whose gradients are on their way back, or there, besides those that are updated."""

@@ -33,8 +33,8 @@ from penstock.observe.clients import OPTIMIZER
 from penstock.optim.formats import RECORD_BYTES
 from penstock.optim.layout import Tile
 from penstock.optim.squeeze import extent
-from penstock.tier import checksums
-from penstock.tier.joint import submit_all
+from penstock.store import checksums
+from penstock.store.joint import submit_all
 
 Sum = tuple[Literal["full", "off", "sampled"], int]
 """A checksum, and which kind it is: an earlier run may have used another."""

@@ -18,7 +18,7 @@ import torch
 
 from penstock.runtime.cuda.digest import WORD_BYTES, digest_of
 from penstock.staging import bytes_of
-from penstock.tier import checksums
+from penstock.store import checksums
 
 
 @dataclass(frozen=True, slots=True, eq=False)

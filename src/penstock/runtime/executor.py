@@ -32,7 +32,7 @@ from penstock.runtime.sharing import attach, is_enough, keeps_signs
 from penstock.runtime.small import SmallStorages
 from penstock.runtime.traffic import SAVED, Traffic, in_memory, is_settled
 from penstock.runtime.weak import TensorRef
-from penstock.tier.base import Tier
+from penstock.store.base import Tier
 
 if TYPE_CHECKING:
     from penstock.runtime.cuda.allowance import Allowance

@@ -29,7 +29,7 @@ from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
 from penstock.runtime.heap import Heap, HeapBlock, heap_is_better
-from penstock.tier.base import Tier
+from penstock.store.base import Tier
 
 RESTORED = "restored"
 """Owner, in the device budget, of memory for restored storages."""

@@ -12,7 +12,7 @@ from penstock.core.units import MIB
 from penstock.io.arena import Arena
 from penstock.io.engine import Priority
 from penstock.plan.machine import Machine
-from penstock.tier.base import Ticket, Tier
+from penstock.store.base import Ticket, Tier
 
 PROBE_BYTES = 16 * MIB
 """Long enough to keep every worker busy; four of these are written in all."""

@@ -26,9 +26,9 @@ from penstock.plan.machine import Machine
 from penstock.runtime.movers import CpuMover, Mover, page_slack_bytes
 from penstock.runtime.probe import measure
 from penstock.runtime.sampling import CodecSampler, Sampler
-from penstock.tier.base import Tier
-from penstock.tier.flash import FlashTier
-from penstock.tier.host import HostTier
+from penstock.store.base import Tier
+from penstock.store.flash import FlashTier
+from penstock.store.host import HostTier
 
 if TYPE_CHECKING:
     from penstock.runtime.cuda.accelerator import Accelerator

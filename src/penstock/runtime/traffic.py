@@ -31,7 +31,7 @@ from penstock.runtime.movers import Encoding, Mover
 from penstock.runtime.planner import Planner
 from penstock.runtime.residency import Residency, SavedStorage
 from penstock.runtime.weak import TensorRef
-from penstock.tier.base import Tier
+from penstock.store.base import Tier
 
 SAVED = "saved"
 """Owner, in the device budget, of storages that are kept or await their write."""

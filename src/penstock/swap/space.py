@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from penstock.io.aio import default_engine
 from penstock.observe.clients import SUSPENDED
 from penstock.observe.recorder import Recorder
+from penstock.store import checksums
+from penstock.store.base import Tier
+from penstock.store.flash import FlashTier, StrPath
+from penstock.store.slabs import UNIT_BYTES
 from penstock.swap.state import SuspendableStorage
-from penstock.tier import checksums
-from penstock.tier.base import Tier
-from penstock.tier.flash import FlashTier, StrPath
-from penstock.tier.slabs import UNIT_BYTES
 
 
 class SwapSpace:

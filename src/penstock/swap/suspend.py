@@ -32,14 +32,14 @@ from penstock.core.errors import ClosedError, ConfigError, PenstockError, Suspen
 from penstock.core.garbage_collector import without_collection
 from penstock.io import pages as memory
 from penstock.observe.recorder import Recorder
+from penstock.store.base import Tier
+from penstock.store.flash import StrPath
 from penstock.swap.recall import Recall
 from penstock.swap.space import SwapSpace
 from penstock.swap.state import SuspendableStorage, storages_of, tensors_of
 from penstock.swap.swap_in import SwapIn
 from penstock.swap.swap_out import SwapOut
 from penstock.swap.write_batch import SwappedStorage
-from penstock.tier.base import Tier
-from penstock.tier.flash import StrPath
 
 _asleep: weakref.WeakSet[Suspended] = weakref.WeakSet()
 

@@ -18,6 +18,7 @@ from penstock.io.engine import Transfer
 from penstock.io.pages import PageRange
 from penstock.io.prefault import Prefault
 from penstock.staging import bytes_of, copy_across, ready_event
+from penstock.store.base import Tier
 from penstock.swap.recall import Recall
 from penstock.swap.write_batch import (
     BUFFER_BYTES,
@@ -27,7 +28,6 @@ from penstock.swap.write_batch import (
     SwappedStorage,
     WriteBatch,
 )
-from penstock.tier.base import Tier
 
 _NO_PAGES: Final = PageRange(0, 0)
 

@@ -21,6 +21,7 @@ from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority
 from penstock.io.pages import PageRange, around, huge_pages_within
 from penstock.staging import bytes_of, copy_across, ready_event
+from penstock.store.base import Ticket, Tier
 from penstock.swap.write_batch import (
     BUFFER_BYTES,
     BUFFERS,
@@ -30,7 +31,6 @@ from penstock.swap.write_batch import (
     WriteBatch,
     packed,
 )
-from penstock.tier.base import Ticket, Tier
 
 
 class SwapOut:

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from penstock.core.units import MIB
 from penstock.io.pages import PageRange
+from penstock.store.base import Ticket
 from penstock.swap.state import SuspendableStorage
-from penstock.tier.base import Ticket
 
 STAGED_BYTES: Final = 256 * MIB
 """Maximum device memory that is staged in host memory at once, for writing or after reading."""

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from penstock.core.errors import ConfigError, NoSpaceError
 from penstock.core.units import MIB, round_up
 from penstock.io.engine import Transfer
+from penstock.store.base import Ticket, Tier
 from penstock.testing.engines import Bytes, aligned
-from penstock.tier.base import Ticket, Tier
 
 PATIENCE_S: Final = 60.0
 """Time limit of a single transfer on a busy machine, in seconds."""

@@ -33,6 +33,8 @@ from penstock.core.errors import ChecksumError, ClosedError, ConfigError, NoSpac
 from penstock.core.units import KIB, MIB
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Stage
+from penstock.store.base import Ticket, Tier
+from penstock.store.wrappers import FaultyTier
 from penstock.testing.engines import aligned, run_in_fork
 from penstock.testing.tier_machine import (
     PATIENCE_S,
@@ -44,8 +46,6 @@ from penstock.testing.tier_machine import (
     settled,
     write,
 )
-from penstock.tier.base import Ticket, Tier
-from penstock.tier.wrappers import FaultyTier
 
 
 class TrackedOwner:

@@ -36,7 +36,7 @@ from penstock.runtime.cuda.timing import DeviceTimer
 from penstock.runtime.movers import Mover
 from penstock.runtime.probe import host_memory, measure
 from penstock.runtime.sampling import CodecSampler
-from penstock.tier.base import Tier
+from penstock.store.base import Tier
 
 LEAST_STAGING_BYTES: Final = 64 * MIB
 """Less would make every transfer wait for another."""

@@ -17,7 +17,7 @@ from penstock.runtime.cuda.inbound import Inbound
 from penstock.runtime.cuda.lanes import Copy, Direction
 from penstock.runtime.cuda.link import Event
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
-from penstock.tier.base import Ticket
+from penstock.store.base import Ticket
 
 
 class DirectRead:

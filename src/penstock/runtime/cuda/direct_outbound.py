@@ -22,7 +22,7 @@ from penstock.runtime.cuda.link import Event
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import PinnedBlock
 from penstock.runtime.cuda.tickets import CudaTicket, Where, no_space
-from penstock.tier.base import Ticket, Tier
+from penstock.store.base import Ticket, Tier
 
 Sums: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
 

@@ -53,7 +53,7 @@ from penstock.runtime.encoding.mover import AnyEncodingMover
 from penstock.runtime.encoding.scratch import ScratchSlots
 from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.staging import bytes_of
-from penstock.tier.base import Tier
+from penstock.store.base import Tier
 
 _SLOTS: Final = 4
 """Frames at once: two that are made and copied out, the rest for those that come back."""

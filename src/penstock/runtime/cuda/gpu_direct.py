@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.io.engine import Engine
     from penstock.runtime.cuda.link import Link
-    from penstock.tier.base import Tier
+    from penstock.store.base import Tier
 
 Bytes: TypeAlias = NDArray[np.uint8]
 

@@ -19,7 +19,7 @@ from penstock.runtime.cuda.pinned import PinnedBlock, Slab, Waiting
 from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill, Where
 from penstock.runtime.movers import RESTORED
-from penstock.tier.base import Ticket
+from penstock.store.base import Ticket
 
 
 class FlashRead:

@@ -68,7 +68,7 @@ from penstock.runtime.cuda.pinned import PinnedBlock, Slab
 from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
 from penstock.runtime.movers import RESTORED, Encoding, Mover
-from penstock.tier.base import Tier
+from penstock.store.base import Tier
 
 PROBE_BYTES: Final = 64 * MIB
 

@@ -23,7 +23,7 @@ from penstock.runtime.cuda.lanes import Copy, CopyLanes
 from penstock.runtime.cuda.link import Event
 from penstock.runtime.cuda.pinned import PinnedBlock, Slab, Waiting
 from penstock.runtime.cuda.tickets import CudaTicket, Where, no_space
-from penstock.tier.base import Ticket, Tier
+from penstock.store.base import Ticket, Tier
 
 GRANULE_BYTES: Final = 4096
 """Buffers are whole multiples of this, so that a tier may widen what it writes."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.runtime.cuda.lanes import Copy
     from penstock.runtime.cuda.link import Event, Link, Stream
     from penstock.runtime.cuda.pinned import PinnedBlock, Slab
-    from penstock.tier.base import Ticket, Tier
+    from penstock.store.base import Ticket, Tier
 
 
 class Where(enum.Enum):

@@ -18,7 +18,7 @@ from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder, Stage
 from penstock.runtime.encoding.scratch import Slot
 from penstock.runtime.encoding.tickets import EncodedTicket
-from penstock.tier.base import Ticket, Tier
+from penstock.store.base import Ticket, Tier
 
 
 class CodecJob(ABC):

@@ -21,7 +21,7 @@ from penstock.runtime.encoding.scratch import Scratch, ScratchSlots
 from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.runtime.encoding.worker import CodecWorker
 from penstock.runtime.movers import BlockTarget, CpuMover, Encoding, Mover
-from penstock.tier.base import Tier, Window
+from penstock.store.base import Tier, Window
 
 InnerT = TypeVar("InnerT", bound=Mover)
 TargetT = TypeVar("TargetT")

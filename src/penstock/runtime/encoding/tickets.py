@@ -9,7 +9,7 @@ import torch
 from penstock.core.errors import ConfigError
 from penstock.io.engine import Transfer
 from penstock.runtime.movers import Encoding
-from penstock.tier.base import Ticket, Tier, Window
+from penstock.store.base import Ticket, Tier, Window
 
 
 @dataclass(slots=True, eq=False)

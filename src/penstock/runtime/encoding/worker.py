@@ -27,7 +27,7 @@ from penstock.observe.recorder import Recorder
 from penstock.runtime.encoding.jobs import CodecJob, ReadJob, WriteJob
 from penstock.runtime.encoding.scratch import ScratchSlots, Slot
 from penstock.runtime.encoding.tickets import EncodedTicket
-from penstock.tier.base import Ticket
+from penstock.store.base import Ticket
 
 THREAD_NAME: Final = "penstock-codec"
 

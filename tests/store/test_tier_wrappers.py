@@ -9,9 +9,9 @@ from tier_builders import flash, host, outcome
 
 from penstock.core.errors import ChecksumError, ConfigError, NoSpaceError, TransferError
 from penstock.io.engine import Priority
+from penstock.store import FaultyTier, LoggedTier, WrapperTier
 from penstock.testing.engines import aligned
 from penstock.testing.tier_machine import assert_equal, check_all_room, read, write
-from penstock.tier import FaultyTier, LoggedTier, WrapperTier
 
 
 @pytest.fixture

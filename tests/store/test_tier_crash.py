@@ -14,7 +14,7 @@ from penstock.core.units import MIB
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.testing.engines import aligned
-from penstock.tier import FlashTier
+from penstock.store import FlashTier
 
 phase = sys.argv[1]
 tier = FlashTier(

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.tier import checksums
-from penstock.tier.checksums import BLOCK_BYTES, LINE_BYTES, STRIDE_BYTES, WHOLE_BYTES
+from penstock.store import checksums
+from penstock.store.checksums import BLOCK_BYTES, LINE_BYTES, STRIDE_BYTES, WHOLE_BYTES
 
 LONG = WHOLE_BYTES + 70_001
 MEMORY = np.random.default_rng(1).integers(0, 256, 2 * LONG, dtype=np.uint8)

@@ -11,8 +11,8 @@ from penstock.core.errors import ClosedError
 from penstock.io.engine import Engine, EngineSpec, Priority, Request, Transfer
 from penstock.io.files import open_unlinked
 from penstock.io.threads import ThreadEngine
+from penstock.store.joint import submit_all
 from penstock.testing.engines import aligned
-from penstock.tier.joint import submit_all
 
 
 class Owner:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from penstock.core.errors import ClosedError, NoSpaceError, TransferError, free_space_bytes
 from penstock.core.locks import Lock
 from penstock.core.units import format_bytes, round_up
-from penstock.tier.slabs import UNIT_BYTES, Extent, SlabDirectory, SlabPiece
+from penstock.store.slabs import UNIT_BYTES, Extent, SlabDirectory, SlabPiece
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from penstock.core.errors import ConfigError
 from penstock.core.units import MIB
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.clock import ManualClock
+from penstock.store import FaultyTier, ThrottledTier
+from penstock.store.throttled import ChannelTurn, ThrottledChannel
 from penstock.testing.engines import aligned
 from penstock.testing.tier_machine import assert_equal, read, write
-from penstock.tier import FaultyTier, ThrottledTier
-from penstock.tier.throttled import ChannelTurn, ThrottledChannel
 
 MS = 1_000_000
 

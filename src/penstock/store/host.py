@@ -14,8 +14,8 @@ from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import PAGE_BYTES
 from penstock.observe.recorder import Recorder
-from penstock.tier.base import Tier, TierSpec
-from penstock.tier.copier import Copier, CopyRange
+from penstock.store.base import Tier, TierSpec
+from penstock.store.copier import Copier, CopyRange
 
 
 @dataclass(frozen=True, slots=True, eq=False)

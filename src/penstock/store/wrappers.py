@@ -17,8 +17,8 @@ from typing import Literal, TypeAlias
 from penstock.core.errors import ConfigError, NoSpaceError, TransferError
 from penstock.core.locks import Lock
 from penstock.io.engine import Op, Priority, Transfer
-from penstock.tier.base import Place, Tier
-from penstock.tier.checksums import BLOCK_BYTES
+from penstock.store.base import Place, Tier
+from penstock.store.checksums import BLOCK_BYTES
 
 FaultMode: TypeAlias = Literal["raise", "settle", "corrupt", "delay"]
 

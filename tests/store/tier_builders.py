@@ -8,7 +8,7 @@ from penstock.core.units import KIB, MIB
 from penstock.io.arena import Arena
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
-from penstock.tier import FlashTier, HostTier
+from penstock.store import FlashTier, HostTier
 
 
 def flash(stack, directories, capacity_bytes=2 * MIB, *, syscalls=None, **options):

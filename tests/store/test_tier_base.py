@@ -9,8 +9,8 @@ from penstock.core.errors import ChecksumError, ClosedError, ConfigError, NoSpac
 from penstock.io.engine import Transfer
 from penstock.observe.clock import ManualClock
 from penstock.observe.recorder import Recorder, Stage
+from penstock.store import Tier, TierSpec
 from penstock.testing.engines import aligned
-from penstock.tier import Tier, TierSpec
 
 
 class HandTier(Tier):

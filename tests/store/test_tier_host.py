@@ -15,10 +15,10 @@ from penstock.core.units import KIB, MIB
 from penstock.io.arena import Arena
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder
+from penstock.store import HostTier
+from penstock.store.copier import Copier, CopyRange
 from penstock.testing.engines import aligned
 from penstock.testing.tier_machine import assert_equal, read, wait_until, write
-from penstock.tier import HostTier
-from penstock.tier.copier import Copier, CopyRange
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ class TestCopier:
     @pytest.fixture
     def gate(self, monkeypatch):
         gate = Gate()
-        monkeypatch.setattr("penstock.tier.copier.ctypes", gate)
+        monkeypatch.setattr("penstock.store.copier.ctypes", gate)
         yield gate
         gate.tokens.release(1000)
 

@@ -10,8 +10,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.locks import condition
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.clock import Clock, RealClock
-from penstock.tier.base import Place, Tier
-from penstock.tier.wrappers import WrapperTier
+from penstock.store.base import Place, Tier
+from penstock.store.wrappers import WrapperTier
 
 
 @dataclass(slots=True, eq=False)

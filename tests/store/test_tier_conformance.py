@@ -4,8 +4,8 @@ import pytest
 from tier_builders import flash, flip_on_flash, flip_on_host, host
 
 from penstock.core.units import KIB
+from penstock.store import FaultyTier, LoggedTier, ThrottledTier
 from penstock.testing.tiers import TierTests
-from penstock.tier import FaultyTier, LoggedTier, ThrottledTier
 
 
 @pytest.fixture(autouse=True)

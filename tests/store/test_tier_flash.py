@@ -24,10 +24,10 @@ from penstock.core.units import GIB, KIB, MIB
 from penstock.io.engine import Priority
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
+from penstock.store import FlashTier
 from penstock.testing.engines import aligned, run_in_fork
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls, Short
 from penstock.testing.tier_machine import assert_equal, check_all_room, fill, read, write
-from penstock.tier import FlashTier
 
 
 @pytest.fixture
@@ -374,7 +374,7 @@ from penstock.io.engine import Priority
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.testing.engines import aligned
-from penstock.tier import FlashTier
+from penstock.store import FlashTier
 
 engine = ThreadEngine(2)
 tier = FlashTier(sys.argv[1], capacity_bytes=4 * MIB, engine=engine, recorder=Recorder())
@@ -415,7 +415,7 @@ def test_two_processes_in_one_directory(tmp_path):
 
 
 def test_import_brings_no_torch():
-    code = "import sys, penstock.tier; sys.exit('torch' in sys.modules)"
+    code = "import sys, penstock.store; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

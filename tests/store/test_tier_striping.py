@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import ClosedError, NoSpaceError, TransferError
 from penstock.core.units import GIB, KIB, TIB
-from penstock.tier.slabs import MAX_SLABS, UNIT_BYTES, SlabDirectory
-from penstock.tier.striping import StripedSpace, spread
+from penstock.store.slabs import MAX_SLABS, UNIT_BYTES, SlabDirectory
+from penstock.store.striping import StripedSpace, spread
 
 UNIT = UNIT_BYTES
 

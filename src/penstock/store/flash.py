@@ -1,4 +1,4 @@
-"""A tier in files on one or several directories. Where bytes go: :mod:`penstock.tier.striping`."""
+"""A tier in files on one or several directories. Where bytes go: :mod:`penstock.store.striping`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock.core.units import format_bytes
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import open_unlinked, open_unlinked_buffered
 from penstock.observe.recorder import Recorder
-from penstock.tier.base import Tier, TierSpec
-from penstock.tier.checksums import Checksum
-from penstock.tier.joint import submit_all
-from penstock.tier.slabs import UNIT_BYTES, SlabDirectory
-from penstock.tier.striping import FlashPlace, StripedSpace
+from penstock.store.base import Tier, TierSpec
+from penstock.store.checksums import Checksum
+from penstock.store.joint import submit_all
+from penstock.store.slabs import UNIT_BYTES, SlabDirectory
+from penstock.store.striping import FlashPlace, StripedSpace
 
 StrPath: TypeAlias = str | os.PathLike[str]
 

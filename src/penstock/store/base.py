@@ -30,7 +30,7 @@ from penstock.core.units import round_down, round_up
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.clients import measurement_of
 from penstock.observe.recorder import Recorder, Stage
-from penstock.tier import checksums
+from penstock.store import checksums
 
 Place: TypeAlias = Any
 """Place of bytes in a tier: each tier has its own type, which no other code looks into."""
