@@ -12,7 +12,8 @@ from penstock.io.arena import Arena
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.encoding.mover import EncodingMover
-from penstock.runtime.movers import CpuMover, Encoding
+from penstock.runtime.movers import CpuMover
+from penstock.runtime.storage import Encoding
 from penstock.store import HostTier, WrapperTier
 
 SCRATCH = 80 * KIB

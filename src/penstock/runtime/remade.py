@@ -16,7 +16,7 @@ import torch
 
 from penstock.core.budget import Budget
 from penstock.core.locks import defer
-from penstock.runtime.weak import TensorRef
+from penstock.runtime.storage import TensorRef
 
 REMADE: Final = "recomputed"
 """Owner, in the device budget, of storages that are made again."""

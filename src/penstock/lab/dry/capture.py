@@ -28,7 +28,7 @@ from penstock.plan.profile import PassProfile, Profile
 from penstock.runtime.executor import Executor
 from penstock.runtime.movers import CpuMover
 from penstock.runtime.planner import Planner
-from penstock.runtime.residency import SavedStorage
+from penstock.runtime.storage import SavedStorage
 
 _NEED_INTERVAL_NS: Final = 1
 """Time between two needs of one autograd node, which happen at once; it preserves their order."""

@@ -67,7 +67,8 @@ from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import PinnedBlock, Slab
 from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
-from penstock.runtime.movers import RESTORED, Encoding, Mover
+from penstock.runtime.movers import RESTORED, Mover
+from penstock.runtime.storage import Encoding
 from penstock.store.base import Tier
 
 PROBE_BYTES: Final = 64 * MIB
