@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.codec import registry
-from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, RestoreError
 from penstock.core.process import fork_guard
 from penstock.observe.recorder import Recorder, Stage, StallCause
@@ -40,6 +39,7 @@ from penstock.runtime.storage import (
     View,
 )
 from penstock.runtime.traffic import SAVED, Traffic, in_memory, is_settled
+from penstock.store.account import Account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Executor:
     def __init__(
         self,
         *,
-        budget: Budget,
+        budget: Account,
         tiers: dict[str, Tier],
         mover: Mover,
         planner: Planner,

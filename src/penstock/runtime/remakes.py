@@ -12,7 +12,6 @@ from typing import Final, Protocol
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.errors import HookError
 from penstock.core.locks import Lock
 from penstock.observe.recorder import Recorder, Stage
@@ -21,6 +20,7 @@ from penstock.runtime.remade import REMADE, Remaking
 from penstock.runtime.room import Eviction
 from penstock.runtime.storage import Remake, Residency, SavedStorage, TensorRef
 from penstock.runtime.traffic import Traffic, in_memory, withdraw
+from penstock.store.account import Account
 
 _ADVICE: Final = "give recompute=False, or a plan that does not make it again"
 
@@ -45,7 +45,7 @@ class Remakes:
     """
 
     def __init__(
-        self, *, traffic: Traffic, room: Eviction, budget: Budget, recorder: Recorder
+        self, *, traffic: Traffic, room: Eviction, budget: Account, recorder: Recorder
     ) -> None:
         """For one executor."""
         self.maker: Maker | None = None

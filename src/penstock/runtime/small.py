@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.locks import Lock
 from penstock.core.process import fork_guard
 from penstock.core.units import KIB, round_up
 from penstock.runtime.storage import Pass, SmallStorage, TensorRef
 from penstock.runtime.traffic import SMALL
+from penstock.store.account import Account
 
 if TYPE_CHECKING:
     from penstock.runtime.room import Eviction
@@ -30,7 +30,7 @@ class SmallStorages:
     """
 
     def __init__(
-        self, *, budget: Budget, room: Eviction, lock: Lock, current_pass: Callable[[], Pass]
+        self, *, budget: Account, room: Eviction, lock: Lock, current_pass: Callable[[], Pass]
     ) -> None:
         """Count nothing yet.
 

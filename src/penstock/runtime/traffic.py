@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import (
     ClosedError,
@@ -30,6 +29,7 @@ from penstock.observe.recorder import Recorder
 from penstock.runtime.movers import Mover
 from penstock.runtime.planner import Planner
 from penstock.runtime.storage import Encoding, Residency, SavedStorage, TensorRef
+from penstock.store.account import Account
 from penstock.store.base import Tier
 
 SAVED = "saved"
@@ -65,7 +65,7 @@ class Traffic:
     def __init__(
         self,
         *,
-        budget: Budget,
+        budget: Account,
         tiers: dict[str, Tier],
         mover: Mover,
         planner: Planner,
