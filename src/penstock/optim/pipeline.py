@@ -30,11 +30,11 @@ from itertools import islice
 from penstock.core.errors import BudgetError, PenstockError
 from penstock.core.locks import condition
 from penstock.core.units import format_bytes
-from penstock.io.arena import Arena
 from penstock.optim.buffers import BufferPhase, RecordBuffer
 from penstock.optim.layout import Tile
 from penstock.optim.squeeze import Squeezer
 from penstock.optim.store import RecordStore
+from penstock.store.arena import Arena
 
 
 class TilePipeline:
