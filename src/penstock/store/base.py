@@ -10,13 +10,14 @@
 4. :meth:`Tier.close` ends everything.
 
 The public methods are not overridden: they do alignment, checksums, counters and spans. A tier
-overrides ``_write``, ``_read``, ``_discard`` and ``_close``, and nothing else.
+overrides ``_allocate``, ``_write``, ``_read``, ``_discard`` and ``_close``, and nothing else. A transfer
+is one future from the engine to its waiters: the tier checks it before it is settled.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,23 +106,28 @@ class Tier(ABC):
     # -- primitives, for subclasses ---------------------------------------------------------------
 
     @abstractmethod
-    def _write(
-        self, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> tuple[Place, Transfer]:
-        """Find a place and begin to fill it. Raises NoSpaceError, at once, where there is none.
+    def _allocate(self, nbytes: int) -> Place:
+        """Find a place. Raises NoSpaceError, at once, if there is none."""
 
-        ``address`` and ``nbytes`` are multiples of the granule.
+    @abstractmethod
+    def _write(
+        self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> Transfer:
+        """Begin to copy memory to a place.
+
+        ``address`` and ``nbytes`` are multiples of the granule. The transfer is of this call alone: the
+        tier has it checked and settled (``Transfer.finish_with``).
         """
 
     @abstractmethod
     def _read(
         self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
     ) -> Transfer:
-        """Begin to copy a place's bytes to memory."""
+        """Begin to copy a place's bytes to memory. As ``_write``."""
 
     @abstractmethod
     def _discard(self, place: Place) -> None:
-        """Take a place back; no transfer touches it any more. May run in a finalizer: no waiting.
+        """Free a place; no transfer touches it any more. May run in a finalizer: no waiting.
 
         Also called after ``_close`` where a discard and a close met; then there is nothing to do.
         """
@@ -130,7 +136,7 @@ class Tier(ABC):
     def _close(self) -> None:
         """Release everything. Called once, after the last transfer in flight has ended."""
 
-    # -- what everybody calls ---------------------------------------------------------------------
+    # -- for everyone -----------------------------------------------------------------------------
 
     @property
     def held_bytes(self) -> int:
@@ -177,33 +183,30 @@ class Tier(ABC):
         before = None if self._checksum is None else self._checksum(address, nbytes)
         self._begin()
         try:
-            place, inner = self._write(window.address, window.nbytes, keep_alive, priority)
+            place = self._allocate(window.nbytes)
+            try:
+                transfer = self._write(place, window.address, window.nbytes, keep_alive, priority)
+            except BaseException:
+                self._discard(place)
+                raise
         except BaseException:
             self._end()
             raise
-        ticket = Ticket(label, nbytes, window, _follow(inner), place, in_flight=1)
+        ticket = Ticket(label, nbytes, window, transfer, place, in_flight=1)
         with self._lock:
             self._held_bytes += window.nbytes
             self._note_level()
-            self._moving.add(inner)
 
-        def finish(transfer: Transfer) -> None:
-            error = transfer.error
+        def check(error: BaseException | None) -> BaseException | None:
             if error is None and self._checksum is not None:
-                try:
-                    if self._checksum(address, nbytes) != before:
-                        error = _source_changed(label, nbytes, self.spec)
-                except MemoryError as failure:  # else nobody would ever hear of this write
-                    error = failure
+                if self._checksum(address, nbytes) != before:
+                    error = _source_changed(label, nbytes, self.spec)
                 ticket.checksum = before
-            self._account(Stage.WRITE, ticket, start_ns, error)
-            nonlocal keep_alive
-            keep_alive = None
-            self._landed(ticket)  # first, so that who has waited and discards has the room at once
-            ticket.written.settle(error)
-            self._end(transfer)
+            return error
 
-        inner.add_done_callback(finish)
+        self._settle_with(
+            check, transfer, ticket, Stage.WRITE, keep_alive=keep_alive, start_ns=start_ns
+        )
         return ticket
 
     def read(
@@ -227,29 +230,19 @@ class Tier(ABC):
         self._begin(ticket)
         start_ns = self.recorder.clock.now_ns()
         try:
-            inner = self._read(ticket.place, address, ticket.window.nbytes, keep_alive, priority)
+            transfer = self._read(ticket.place, address, ticket.window.nbytes, keep_alive, priority)
         except BaseException:
             self._landed(ticket)
             self._end()
             raise
-        outer = _follow(inner)
-        with self._lock:
-            self._moving.add(inner)
 
-        def finish(transfer: Transfer) -> None:
-            try:
-                error = transfer.error or self._mismatch(ticket, address + ticket.window.skew)
-            except MemoryError as failure:
-                error = failure
-            self._account(Stage.READ, ticket, start_ns, error)
-            nonlocal keep_alive
-            keep_alive = None
-            self._landed(ticket)
-            outer.settle(error)
-            self._end(transfer)
+        def check(error: BaseException | None) -> BaseException | None:
+            return error or self._mismatch(ticket, address + ticket.window.skew)
 
-        inner.add_done_callback(finish)
-        return outer
+        self._settle_with(
+            check, transfer, ticket, Stage.READ, keep_alive=keep_alive, start_ns=start_ns
+        )
+        return transfer
 
     def discard(self, ticket: Ticket) -> None:
         """Nobody will read this ticket again. Cancels a write that has not started.
@@ -289,6 +282,33 @@ class Tier(ABC):
 
     # -- inside -----------------------------------------------------------------------------------
 
+    def _settle_with(
+        self,
+        check: Callable[[BaseException | None], BaseException | None],
+        transfer: Transfer,
+        ticket: Ticket,
+        stage: Stage,
+        *,
+        keep_alive: object,
+        start_ns: int,
+    ) -> None:
+        """Have a transfer, which has begun, checked and accounted for before it is seen as settled."""
+        with self._lock:
+            self._moving.add(transfer)
+
+        def finish(error: BaseException | None) -> BaseException | None:
+            nonlocal keep_alive
+            try:
+                error = check(error)
+            except MemoryError as failure:
+                error = failure
+            self._account(stage, ticket, start_ns, error)
+            keep_alive = None
+            self._landed(ticket)  # first, so that a waiter that discards has the space at once
+            return error
+
+        transfer.finish_with(finish, lambda: self._end(transfer))
+
     def _begin(self, ticket: Ticket | None = None) -> None:
         """A transfer is about to be in flight; of ``ticket``, if it is a read."""
         if self._guard.in_child:  # before the lock, which a thread left behind may hold
@@ -302,7 +322,7 @@ class Tier(ABC):
             self._in_flight += 1
 
     def _end(self, transfer: Transfer | None = None) -> None:
-        """Note that what ``_begin`` began is over, and that whoever waited for it knows."""
+        """Note that what ``_begin`` began is over, and that everyone that waited for it knows."""
         with self._lock:
             if transfer is not None:
                 self._moving.discard(transfer)
@@ -378,13 +398,4 @@ def _source_changed(label: str, nbytes: int, spec: TierSpec) -> SourceChangedErr
         f"{label}: the memory of its {nbytes} bytes changed while it was written to tier {spec.name}"
         f" ({spec.where}); the device is not at fault: the program changes memory that autograd has"
         " saved, without autograd's knowledge, as through .data or a NumPy array that shares it"
-    )
-
-
-def _follow(inner: Transfer) -> Transfer:
-    """An unsettled transfer whose waiters steer ``inner``."""
-    return Transfer(
-        inner.nbytes,
-        cancel=lambda _: inner.cancel(),
-        promote=lambda _, priority: inner.promote(priority),
     )

@@ -96,20 +96,16 @@ class FlashTier(Tier):
         """Bytes of the capacity in use: held bytes, each ticket's rounded up to 4 KiB."""
         return self._space.taken_bytes
 
+    def _allocate(self, nbytes: int) -> FlashPlace:
+        return self._space.allocate(nbytes)
+
     def _write(
-        self, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> tuple[FlashPlace, Transfer]:
-        place = self._space.allocate(nbytes)
-        try:
-            return place, submit_all(
-                self._engine,
-                _requests(
-                    "write", place, address, nbytes, keep_alive=keep_alive, priority=priority
-                ),
-            )
-        except BaseException:
-            self._space.release(place)
-            raise
+        self, place: FlashPlace, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> Transfer:
+        return submit_all(
+            self._engine,
+            _requests("write", place, address, nbytes, keep_alive=keep_alive, priority=priority),
+        )
 
     def _read(
         self, place: FlashPlace, address: int, nbytes: int, keep_alive: object, priority: Priority
