@@ -226,7 +226,7 @@ class TestFiles:
     def test_a_tier_that_is_dropped_closes_its_files(self, tmp_path):
         tier = make(tmp_path)
         write(tier, aligned(4096), 0, 4096).written.wait(20)
-        tier._engine.close()
+        tier.engine.close()
         assert self.spill_files(tmp_path)
         del tier
         assert self.spill_files(tmp_path) == []
@@ -337,7 +337,7 @@ class TestFaults:
 
     def test_an_engine_that_was_closed(self, tmp_path, stack):
         tier = flash(stack, three(tmp_path))
-        tier._engine.close()
+        tier.engine.close()
         with pytest.raises(ClosedError):
             write(tier, aligned(100_000), 0, 100_000)
         assert tier.taken_bytes == tier.held_bytes == 0
@@ -424,4 +424,4 @@ def test_the_default_slab_is_for_large_tiers(monkeypatch, tmp_path):
     tier = make(tmp_path, GIB)
     assert tier._space._directories[0].slab_bytes == 256 * MIB
     tier.close()
-    tier._engine.close()
+    tier.engine.close()

@@ -32,6 +32,7 @@ from penstock.io.engine import Priority, Transfer
 from penstock.observe.clients import measurement_of
 from penstock.observe.recorder import Recorder, Stage
 from penstock.store import checksums
+from penstock.store.checksums import Sum
 
 Place: TypeAlias = Any
 """Place of bytes in a tier: each tier has its own type, which no other code looks into."""
@@ -50,6 +51,8 @@ class TierSpec:
     """Sources are widened to multiples of this; targets of reads must be aligned to it."""
     where: str
     """For error messages: directories, or what memory."""
+    remedy: str = ""
+    """End of errors about lost bytes: ", and load a state dict"."""
     gpu_direct: bool = False
     """True if addresses are those of device memory. The host cannot read that, so the tier makes no
     checksums; whoever writes there makes its own."""
@@ -67,7 +70,7 @@ class Window:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A claim on bytes that a tier holds. Made by ``Tier.write``; fields are for reading only."""
+    """A claim on bytes that a tier holds, made by ``write`` or ``adopt``; only the tier changes it."""
 
     label: str
     """Name of the bytes in errors and traces."""
@@ -78,9 +81,9 @@ class Ticket:
     """Settled when the source is no longer needed; carries the error if writing failed."""
     place: Place = None
     """Private to the tier."""
-    checksum: int | None = None
+    checksum: Sum | None = None
     in_flight: int = 0
-    """Transfers of this ticket that are not settled; its place is given back when there is none."""
+    """Transfers of this ticket that are not settled; its place is freed when there is none."""
     discarded: bool = False
 
 
@@ -88,14 +91,13 @@ class Tier(ABC):
     """A memory that holds spilled bytes. Thread-safe. Unusable in a forked child."""
 
     def __init__(
-        self, spec: TierSpec, *, recorder: Recorder, checksum: checksums.Checksum | None = None
+        self, spec: TierSpec, *, recorder: Recorder, verify: checksums.Kind | None = None
     ) -> None:
-        """For subclasses; without ``checksum`` it is the one that ``knobs.verify()`` names."""
+        """Initialise a subclass; ``verify`` is the kind of checksum, ``knobs.verify()`` if None."""
         self.spec = spec
         self.recorder = recorder
         self._reported_as = spec.name
-        wanted = checksum or checksums.by_name(knobs.verify())
-        self._checksum = None if spec.gpu_direct else wanted
+        self._verify: checksums.Kind = "off" if spec.gpu_direct else verify or knobs.verify()
         self._guard = fork_guard()
         self._lock = condition()  # notified when nothing is in flight any more
         self._closed = False
@@ -166,10 +168,22 @@ class Tier(ABC):
         keep_alive: object,
         label: str,
         priority: Priority = Priority.WRITE_BEHIND,
+        at: Place = None,
+        is_private: bool = False,
     ) -> Ticket:
         """Begin to spill ``nbytes`` at ``address``; returns at once.
 
         A ticket whose write failed or was cancelled holds its place until it is discarded.
+
+        Args:
+            address: Address of the source.
+            nbytes: Length of the source.
+            keep_alive: Owner of the source.
+            label: Name of the bytes in errors and traces.
+            priority: Priority of the transfer.
+            at: A place that was reserved, no transfer of which is in flight; None: the tier finds one.
+            is_private: True if nobody else can change the source, which is then not compared with itself
+                after the write.
 
         Raises:
             NoSpaceError: The tier, or the file system under it, has no room for them.
@@ -180,10 +194,10 @@ class Tier(ABC):
             raise ConfigError(f"{label}: {nbytes} bytes cannot be written to tier {self.spec.name}")
         window = self.window(address, nbytes)
         start_ns = self.recorder.clock.now_ns()
-        before = None if self._checksum is None else self._checksum(address, nbytes)
+        before = checksums.sum_of(self._verify, address, nbytes)
         self._begin()
         try:
-            place = self._allocate(window.nbytes)
+            place = self._allocate(window.nbytes) if at is None else at
             try:
                 transfer = self._write(place, window.address, window.nbytes, keep_alive, priority)
             except BaseException:
@@ -198,8 +212,8 @@ class Tier(ABC):
             self._note_level()
 
         def check(error: BaseException | None) -> BaseException | None:
-            if error is None and self._checksum is not None:
-                if self._checksum(address, nbytes) != before:
+            if error is None and before is not None:
+                if not is_private and checksums.sum_of(before[0], address, nbytes) != before:
                     error = _source_changed(label, nbytes, self.spec)
                 ticket.checksum = before
             return error
@@ -244,8 +258,37 @@ class Tier(ABC):
         )
         return transfer
 
+    def adopt(self, place: Place, nbytes: int, *, label: str, checksum: Sum | None) -> Ticket:
+        """Claim bytes that an earlier process has written to a reserved place.
+
+        Args:
+            place: The place.
+            nbytes: Length of the bytes, a multiple of the granule.
+            label: Name of the bytes in errors and traces.
+            checksum: Checksum that they must have; None: it is not known.
+        """
+        written = Transfer(nbytes)
+        written.settle()
+        with self._lock:
+            self._held_bytes += nbytes
+            self._note_level()
+        return Ticket(label, nbytes, Window(0, nbytes, 0), written, place, checksum)
+
+    def damage(self, ticket: Ticket, facts: str) -> ChecksumError:
+        """Return the error that a ticket's bytes are not those that were written.
+
+        Args:
+            ticket: The claim.
+            facts: Difference, as the predicate of "bytes read back ...".
+        """
+        return ChecksumError(
+            f"{ticket.label}: {ticket.nbytes} bytes read back from tier {self.spec.name}"
+            f" ({self.spec.where}, {ticket.place}) {facts}. The device or its memory returned other"
+            f" bytes: it is faulty, stop using it{self.spec.remedy}"
+        )
+
     def discard(self, ticket: Ticket) -> None:
-        """Nobody will read this ticket again. Cancels a write that has not started.
+        """Give up a claim. Cancels a write that has not started.
 
         Never waits and takes only Penstock's own locks, so a finalizer may (by ``locks.defer``).
         Does nothing in a forked child: the place is the parent's.
@@ -362,17 +405,14 @@ class Tier(ABC):
             self._discard(ticket.place)
 
     def _mismatch(self, ticket: Ticket, address: int) -> ChecksumError | None:
-        if ticket.checksum is None or self._checksum is None:
+        if ticket.checksum is None or self._verify == "off":
             return None
-        found = self._checksum(address, ticket.nbytes)
-        if found == ticket.checksum:
+        kind, expected = ticket.checksum
+        found = checksums.sum_of(kind, address, ticket.nbytes)
+        if found is None or found[1] == expected:
             return None
-        return ChecksumError(
-            f"{ticket.label}: {ticket.nbytes} bytes read back from tier {self.spec.name}"
-            f" ({self.spec.where}, {ticket.place}) have checksum {found:#018x}; the memory that was"
-            f" written had {ticket.checksum:#018x}, before the write and after it. The device or its"
-            " memory returned other bytes: it is faulty, stop using it"
-        )
+        facts = f"have checksum {found[1]:#018x}; the memory that was written had {expected:#018x}"
+        return self.damage(ticket, facts)
 
     def _account(
         self, stage: Stage, ticket: Ticket, start_ns: int, error: BaseException | None

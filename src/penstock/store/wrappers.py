@@ -32,7 +32,7 @@ class WrapperTier(Tier):
 
     def __init__(self, inner: Tier) -> None:
         """Wrap ``inner``, which from now on belongs to this tier."""
-        super().__init__(inner.spec, recorder=inner.recorder)
+        super().__init__(inner.spec, recorder=inner.recorder, verify=inner._verify)
         self.inner = inner
 
     def _allocate(self, nbytes: int) -> Place:

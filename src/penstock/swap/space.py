@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from penstock.io.aio import default_engine
 from penstock.observe.clients import SUSPENDED
 from penstock.observe.recorder import Recorder
-from penstock.store import checksums
 from penstock.store.base import Tier
 from penstock.store.flash import FlashTier, StrPath
 from penstock.store.slabs import UNIT_BYTES
@@ -50,7 +49,7 @@ class SwapSpace:
                 engine=engine,
                 recorder=recorder,
                 name=SUSPENDED,
-                checksum=checksums.full,
+                verify="full",
             )
         except BaseException:
             self._closing.close()
