@@ -33,9 +33,10 @@ from penstock.optim.probe import ProbedOptimizer
 from penstock.optim.ring import RecordBuffer
 from penstock.optim.slots import RecordSlots
 from penstock.optim.squeeze import Squeezer, slack_bytes
-from penstock.optim.store import RecordStore, engine_for_records, named_file
+from penstock.optim.store import RecordStore, named_file
 from penstock.optim.update import UpdatePass, Updater
 from penstock.staging import ready_event
+from penstock.store.engine import shared_engine
 
 _THREADS: Final = 2
 
@@ -70,7 +71,7 @@ class FlashStates:
         self._closed = False
         self._guard = fork_guard()
         self._updater = Updater(source, self.params)
-        self._engine = engine_for_records()
+        self._engine = shared_engine()
         self.store = RecordStore(
             config.directories,
             self._engine,
@@ -361,7 +362,7 @@ class FlashStates:
         retired.close()
 
     def wrap_engine(self, wrap: Callable[[Engine], Engine]) -> None:
-        """Have what moves from now on go through ``wrap(engine)``, which owns the present engine."""
+        """Have what moves from now on go through ``wrap(engine)``; neither of the two is closed."""
         self._engine = self.store.engine = wrap(self._engine)
         if self.gradients is not None:
             self.gradients.engine_changed()
@@ -379,5 +380,4 @@ class FlashStates:
             self._pipeline.close()
         if self.gradients is not None:
             self.gradients.close()
-        self._engine.close()
         self.store.close()
