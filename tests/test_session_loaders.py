@@ -85,7 +85,7 @@ def test_a_loader_and_a_session_share_an_engine(session_for, floats, monkeypatch
             assert session.summary().loaders_bytes_per_s > 0
         assert session._loaders.demand_bytes_per_s == 0
     plain.assert_same_bits(shared)
-    assert priorities == {Priority.READ_AHEAD}
+    assert priorities == {Priority.BACKGROUND}
 
 
 @pytest.mark.parametrize("order", ["sequential", "full"])
