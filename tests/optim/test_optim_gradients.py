@@ -67,7 +67,7 @@ def comes_true(condition):
 
 
 def kept(optimizer):
-    return optimizer._penstock.states.gradients
+    return optimizer._penstock.gradients
 
 
 def gradient_bytes(model):
@@ -106,7 +106,7 @@ def test_each_gradient_is_written_once_in_a_backward_and_read_once_in_a_step(sma
     land(model)
     a.step()
     reads = [call for call in faulty.calls if call.op == "read"]
-    tiles = a._penstock.states.tiles
+    tiles = a._penstock.tiles
     assert len(reads) == sum(len(tile.pieces) for tile in tiles)
     assert kept(a).written == gradient_bytes(model)
     a.close()
@@ -145,10 +145,10 @@ def test_clipping_needs_no_second_pass_over_flash(small, faulty):
         land(ours)
         before = len(faulty.calls)
         a.step()
-        pieces = sum(len(tile.pieces) for tile in a._penstock.states.tiles)
+        pieces = sum(len(tile.pieces) for tile in a._penstock.tiles)
         assert len(faulty.calls) - before == pieces
         b.step()
-        assert torch.equal(a._penstock.states.last_norm, norm)
+        assert torch.equal(a._penstock.last_norm, norm)
         a.zero_grad()
         b.zero_grad()
     assert_same(ours.parameters(), theirs.parameters())
@@ -272,7 +272,7 @@ def test_update_in_backward_uses_gradients_up(settings, small):
         for turn in range(times):
             backward(ours, 10 * step + turn)
             backward(theirs, 10 * step + turn)
-        for future in list(a._penstock._overlap._futures.values()):
+        for future in list(a._penstock.overlap._futures.values()):
             future.result(10)
         assert all(p.grad is None for p in ours.parameters())
         a.step()
@@ -292,7 +292,7 @@ def test_update_in_backward_clips_by_the_norm_before_though_gradients_are_gone(s
             backward(model, step)
             optimizer.step()
             optimizer.zero_grad()
-        assert torch.equal(a._penstock.states.last_norm, b._penstock.states.last_norm)
+        assert torch.equal(a._penstock.last_norm, b._penstock.last_norm)
     assert_same(ours.parameters(), theirs.parameters())
     a.close()
     b.close()
