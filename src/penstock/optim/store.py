@@ -12,11 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.core import knobs
 from penstock.core.errors import ChecksumError, TransferError
-from penstock.io.aio import PIECES_TOGETHER
 from penstock.io.engine import Engine, Priority, Transfer
-from penstock.io.threads import ThreadEngine
 from penstock.io.traffic_report import reported
 from penstock.observe.clients import OPTIMIZER
 from penstock.observe.recorder import Recorder
@@ -28,15 +25,6 @@ from penstock.store.checksums import Sum
 from penstock.store.reserved import ReservedPlace, ReservedTier
 
 _REMEDY: Final = ", and load a state dict or continue from the last durable step"
-
-
-def engine_for_records() -> Engine:
-    """Half as many threads again as elsewhere, and a record in one system call.
-
-    Between system calls they wait for the interpreter, which the threads that update tiles use.
-    """
-    piece = PIECES_TOGETHER * knobs.io_piece_bytes()
-    return ThreadEngine(knobs.io_threads() * 3 // 2, piece)
 
 
 @dataclass(frozen=True, slots=True)
