@@ -18,16 +18,17 @@ from penstock import (
     TransferError,
 )
 from penstock.io.threads import ThreadEngine
-from penstock.optim import FlashAdamW, on_flash, store
+from penstock.optim import FlashAdamW, on_flash
 from penstock.testing.faults import Fail, FaultySyscalls
+from penstock.testing.shared_engine import shared_engine_replaced
 
 
 @pytest.fixture
-def faulty(monkeypatch):
+def faulty():
     """System calls of the engine of the next optimizer; a test sets ``_every`` or ``_faults``."""
     calls = FaultySyscalls()
-    monkeypatch.setattr(store, "ThreadEngine", lambda *_: ThreadEngine(syscalls=calls))
-    return calls
+    with shared_engine_replaced(ThreadEngine(syscalls=calls)):
+        yield calls
 
 
 def test_a_full_disk_at_construction_says_what_would_fit(small, monkeypatch):

@@ -25,10 +25,8 @@ from penstock.core.errors import (
 )
 from penstock.core.fs import check_directories, check_space, sync_directory
 from penstock.core.units import round_up
-from penstock.io.aio import PIECES_TOGETHER
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, open_path, open_unlinked
-from penstock.io.threads import ThreadEngine
 from penstock.io.traffic_report import reported
 from penstock.observe.clients import OPTIMIZER
 from penstock.optim.formats import RECORD_BYTES
@@ -52,15 +50,6 @@ class RecordPlace:
 
 MakeFile = Callable[[str, int], DirectFile]
 """Opens a file for so many more records, in a directory, given the number of files there are."""
-
-
-def engine_for_records() -> Engine:
-    """Half as many threads again as elsewhere, and a record in one system call.
-
-    Between system calls they wait for the interpreter, which the threads that update tiles use.
-    """
-    piece = PIECES_TOGETHER * knobs.io_piece_bytes()
-    return ThreadEngine(knobs.io_threads() * 3 // 2, piece)
 
 
 def named_file(directory: str, number: int) -> DirectFile:
