@@ -26,11 +26,11 @@ import torch
 from penstock.core.units import KIB
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import HUGE_PAGE_BYTES
-from penstock.runtime.heap import Heap, heap_is_better
 from penstock.runtime.storage import Encoding
 from penstock.store.account import Account
 from penstock.store.arena import Arena, lone_block
 from penstock.store.base import Tier
+from penstock.store.heap import Heap, heap_is_better
 from penstock.store.pool import Block, Pool
 
 RESTORED = "restored"

@@ -12,9 +12,9 @@ from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.units import MIB
 from penstock.io.mapping import PAGE_BYTES
 from penstock.lab import zoo
-from penstock.runtime.heap import Heap, heap_is_better
 from penstock.store.account import Account
 from penstock.store.arena import Arena
+from penstock.store.heap import Heap, heap_is_better
 
 KEEPS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
