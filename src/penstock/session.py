@@ -20,7 +20,6 @@ from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
-from penstock.io.engine import Engine
 from penstock.observe.clients import close_account, open_account
 from penstock.observe.counters import REFUSED, SESSION
 from penstock.observe.log import EventLog
@@ -440,19 +439,14 @@ class Session:
 
     # -- for data loaders on the same flash (penstock.data) -----------------------------------
 
-    @property
-    def engine(self) -> Engine | None:
-        """The engine of the flash tier; ``None`` without flash, or if it is GPU-direct.
+    def add_loader(self, loader: LoaderReads) -> None:
+        """Reserve flash bandwidth for a loader from the next plan on; ``FlashLoader`` calls this.
 
         Raises:
             ClosedError: The session is not open.
         """
-        if self._state != "open" or self._stores is None:
-            raise ClosedError(f"the session is {self._state}: only an open session has an engine")
-        return self._stores.engine
-
-    def add_loader(self, loader: LoaderReads) -> None:
-        """Reserve flash bandwidth for a loader from the next plan on; ``FlashLoader`` calls this."""
+        if self._state != "open":
+            raise ClosedError(f"the session is {self._state}: only an open session has loaders")
         self._loaders.add(loader)
 
     def remove_loader(self, loader: LoaderReads) -> None:
