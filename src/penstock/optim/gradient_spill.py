@@ -15,9 +15,7 @@ from penstock.core.errors import TransferError
 from penstock.core.locks import Lock
 from penstock.core.units import MIB, round_up
 from penstock.io.engine import Engine, Transfer
-from penstock.io.traffic_report import reported
-from penstock.observe.clients import GRADIENTS
-from penstock.observe.recorder import Recorder
+from penstock.observe.clients import GRADIENTS, ClientRecorder
 from penstock.optim.layout import ParameterPiece, Tile
 from penstock.optim.offloaded_gradient import discard_all
 from penstock.optim.params import Param
@@ -114,7 +112,7 @@ class GradientSpill:
                     self._directories,
                     capacity_bytes=needed,
                     engine=self._engine(),
-                    recorder=Recorder(event_bytes=0),
+                    recorder=ClientRecorder(self._directories[0]),
                     name=GRADIENTS,
                     allow_memory_filesystem=self._allow_memory_filesystem,
                 )
@@ -149,14 +147,14 @@ class GradientSpill:
             for piece in self.pieces(param.index):
                 part = flat[piece.start : piece.stop]
                 what = f"elements {piece.start} to {piece.stop} of the gradient of parameter"
-                ticket = tier.write(
-                    part.data_ptr(),
-                    part.nbytes,
-                    keep_alive=flat,
-                    label=f"{what} {param.name}",
+                tickets.append(
+                    tier.write(
+                        part.data_ptr(),
+                        part.nbytes,
+                        keep_alive=flat,
+                        label=f"{what} {param.name}",
+                    )
                 )
-                tickets.append(ticket)
-                reported(ticket.written, "write", GRADIENTS, self._directories[0])
         except BaseException:
             discard_all(tier, tickets)
             raise
@@ -167,7 +165,6 @@ class GradientSpill:
         ticket = tickets[self.pieces(piece.param).index(piece)]
         memory = self._memory(ticket.window.nbytes)
         transfer = self.open().read(ticket, memory.ctypes.data, keep_alive=memory)
-        reported(transfer, "read", GRADIENTS, self._directories[0])
         return GradientRead(memory, ticket, transfer)
 
     def trim(self) -> None:
