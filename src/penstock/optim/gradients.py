@@ -6,14 +6,14 @@
 2. Autograd adds to it in a later backward, or other code uses it: it is read, and settles again.
 3. ``begin`` and ``of_tile``, in a step: the parts that tiles need are read ahead, in the order of tiles.
 
-[Note: which gradients leave]
-    Backward accumulates in the same order each time, so of those that wait the latest is needed last in
-    the next backward. It is the one that leaves; the first ones of a backward stay, and are never
-    written. A step needs each of them once, whichever left.
+[Note: which gradients are offloaded]
+    Backward accumulates in the same order each time, so of the gradients that wait the latest is needed
+    last in the next backward. It is the one that is offloaded. The first ones of a backward stay, and are
+    never written. A step needs each of them once, wherever it is.
 
 [Note: gradients and faults]
-    A gradient is in memory until it is written. If it cannot be, it stays there, as do the others until
-    the next step, and there is a warning, once. If it cannot be read, whoever needs it gets the error.
+    A gradient is in memory until it is written. If it cannot be written, it stays there, as do the others
+    until the next step, and there is one warning. If it cannot be read, its user gets the error.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from penstock.core.locks import Lock
 from penstock.io.engine import Engine, Transfer
 from penstock.io.pages import trim_heap
 from penstock.optim.gradient_spill import FLYING_BYTES, TILES_AHEAD, GradientRead, GradientSpill
-from penstock.optim.layout import ParameterPiece, Tile
 from penstock.optim.offloaded_gradient import (
     GradientPlace,
     OffloadedGradient,
     ReplacedGradients,
     discard_all,
 )
-from penstock.optim.params import Param, flat_like
+from penstock.optim.params import Param, ParameterPiece, Tile, flat_like
 from penstock.staging import copy_across, ready_event
 from penstock.store.base import Ticket
 
@@ -56,12 +55,11 @@ class Gradients:
     """The gradients of one optimizer's parameters. Thread-safe.
 
     Attributes:
-        budget_bytes: What may wait in memory.
-        written: What has been written in all, in bytes.
-        written_in_step: What of that was written from the end of a step to the end of the next one, the
-            last; None: there was none.
-        is_used_now: Whether a parameter's gradient, which is being added to, is used as soon as that is
-            done, and need not leave before.
+        budget_bytes: Most bytes that wait in memory.
+        written: Bytes written in all.
+        written_in_step: Bytes written between the ends of the last two steps; None: there was no step.
+        is_used_now: Returns whether a parameter's gradient, which is being accumulated, is used as soon
+            as that is done, so that it need not be offloaded before.
     """
 
     def __init__(
@@ -71,19 +69,19 @@ class Gradients:
         *,
         budget_bytes: int,
         directories: Sequence[str],
-        engine: Callable[[], Engine],
+        engine: Engine,
         wants_norms: bool,
         allow_memory_filesystem: bool,
     ) -> None:
-        """Keep nothing yet.
+        """Make a storage without gradients.
 
         Args:
-            params: The optimizer's; more may come.
-            tiles: The same.
-            budget_bytes: What may wait in memory.
-            directories: Where the rest waits.
-            engine: Says what moves it.
-            wants_norms: Whether the norm of what leaves will be asked for.
+            params: Parameters of the optimizer; more may come.
+            tiles: Tiles of the optimizer; more may come.
+            budget_bytes: Most bytes that wait in memory.
+            directories: Directories in which the others wait.
+            engine: Moves them.
+            wants_norms: True if the norms of offloaded gradients are needed.
             allow_memory_filesystem: Accept a directory in memory.
         """
         self.budget_bytes = budget_bytes
@@ -111,12 +109,8 @@ class Gradients:
         self._grads: Mapping[int, Tensor] = {}
         self._begun: dict[int, dict[int, GradientRead]] = {}  # by tile and parameter
 
-    def lay(self) -> None:
-        """Take note of the tiles that there are."""
-        self._spill.lay()
-
     def listen(self) -> None:
-        """Have each gradient settle when it is accumulated."""
+        """Settle each gradient when it is accumulated."""
         for param in self._params:
             if param.index not in self._listening and param.tensor.requires_grad:
                 listen = param.tensor.register_post_accumulate_grad_hook
@@ -127,13 +121,13 @@ class Gradients:
         """Bytes that wait in memory and are not being written."""
         return sum(_bytes_in_memory(param.tensor.grad) for param in self._params)
 
-    def rest(self) -> None:
-        """Hold no memory but for gradients."""
+    def trim(self) -> None:
+        """Free memory that holds no gradient."""
         self._spill.trim()
 
-    def engine_changed(self) -> None:
-        """Use the present engine from now on, if nothing is on flash."""
-        self._spill.reopen()
+    def use(self, engine: Engine) -> None:
+        """Use another engine from now on."""
+        self._spill.use(engine)
 
     def close(self) -> None:
         """Discard what is on flash. Idempotent."""
@@ -146,7 +140,7 @@ class Gradients:
     # -- where a gradient rests -------------------------------------------------------------------
 
     def settle(self, param: Param) -> None:
-        """A parameter's gradient is there, or was added to: it leaves if there are too many."""
+        """Offload a parameter's gradient, which was accumulated, if too many wait in memory."""
         grad = param.tensor.grad
         if grad is None or isinstance(grad, OffloadedGradient) or param.index in self._replaced:
             return
@@ -185,7 +179,7 @@ class Gradients:
         return real
 
     def changed(self, rest: GradientPlace, real: Tensor) -> None:
-        """See ``GradientSource``. It settles anew."""
+        """See ``GradientSource``. The gradient settles again."""
         param = self._params[rest.param]
         self._forget(rest)
         rest.real, rest.norm = real, None
@@ -194,10 +188,10 @@ class Gradients:
             self._leave(rest)
 
     def _free_heap(self, nbytes: int) -> None:
-        """So much was freed: now and then, have it given back to the system.
+        """Return freed memory to the system now and then.
 
-        glibc would keep it, and a gradient of the same length does not fit in its place: what aligned
-        memory needs beside it is not free.
+        glibc would keep it, although a gradient of the same length does not fit there: aligned memory
+        needs more bytes around it, which are not free.
         """
         self._freed += nbytes
         if self._freed >= FLYING_BYTES:
@@ -213,7 +207,7 @@ class Gradients:
         )
 
     def _leave(self, rest: GradientPlace) -> bool:
-        """Begin to write what is in memory; false: it cannot be, and stays."""
+        """Begin to write a gradient; return false if that cannot be, and it stays."""
         assert rest.real is not None
         param = self._params[rest.param]
         flat = flat_like(rest.real, param.tensor)
@@ -236,7 +230,7 @@ class Gradients:
         return True
 
     def _let_land(self, nbytes: int) -> None:
-        """Wait until so much can go on its way out, too; tell of what could not be written."""
+        """Wait until ``nbytes`` more may be on their way out; warn of what could not be written."""
         most = max(0, FLYING_BYTES - nbytes)
         with suppress(IndexError):  # another thread was quicker
             while self._flying[0].written.done:
@@ -267,7 +261,7 @@ class Gradients:
     # -- what a step needs ------------------------------------------------------------------------
 
     def begin(self, order: Sequence[Tile], grads: Mapping[int, Tensor]) -> None:
-        """A step is about to use gradients, by parameter, tile by tile in this order."""
+        """Begin a step, which uses these gradients, by parameter, in this order of tiles."""
         self.listen()  # to parameters that were frozen before
         in_vain = self._replaced.judge(grads)
         if in_vain:
@@ -285,7 +279,7 @@ class Gradients:
             self._read_ahead()
 
     def end(self) -> None:
-        """The step is over, or was given up."""
+        """End a step, completed or not."""
         if self._failure is not None:
             self._could_not(self._failure)
             self._failure = None  # the next ones are tried again
@@ -354,7 +348,7 @@ class Gradients:
 
 
 def _settling(keeper: Gradients, index: int) -> Callable[[Tensor], None]:
-    """A hook: a model does not keep its optimizers alive."""
+    """Return a hook that settles a gradient; it does not keep the optimizer alive."""
     me = weakref.ref(keeper)
 
     def accumulated(_: Tensor) -> None:

@@ -16,7 +16,7 @@ from penstock.core.errors import ChecksumError, TransferError
 from penstock.io.engine import Engine, Priority, Transfer
 from penstock.observe.clients import OPTIMIZER, ClientRecorder
 from penstock.optim.config import StatesConfig
-from penstock.optim.layout import Tile
+from penstock.optim.params import Tile
 from penstock.optim.squeeze import extent
 from penstock.store.base import Ticket, Tier
 from penstock.store.blob import ReservedPlace, ReservedTier
@@ -202,7 +202,7 @@ class RecordStore:
         self._committed = dict(self._newest)
 
     def protect(self, places: Mapping[int, RecordPlace]) -> None:
-        """Protect records that a journal names from the next writes, though nobody reads them."""
+        """Protect records that a journal names from the next writes, though they are not read."""
         self._committed = {index: place.slot for index, place in places.items()}
 
     def restore(self, places: Mapping[int, RecordPlace], tiles: Sequence[Tile]) -> None:

@@ -219,7 +219,7 @@ class ReservedPlace:
 
 
 class ReservedTier(FileTier):
-    """Bytes at places in files that belong to the caller, who writes with ``at=place``.
+    """Bytes at places in files that belong to the caller, which writes with ``at=place``.
 
     Attributes:
         directories: Absolute paths.
