@@ -21,7 +21,6 @@ from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
-from penstock.io.engine import Engine
 from penstock.observe.clients import close_account, open_account
 from penstock.observe.counters import REFUSED, SESSION
 from penstock.observe.log import EventLog
@@ -40,7 +39,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.loader_demand import LoaderReads, Loaders
 from penstock.runtime.planner import Planner, PlannerSettings
 from penstock.runtime.stores import Stores, check_device_codec
-from penstock.store.account import Account
+from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
@@ -102,6 +101,7 @@ class Session:
         self._in_block = False
         self._steps = 0
         self._stores: Stores | None = None
+        self._accounts: list[Account] = []
         self._loaders = Loaders()
         self._interrupts = LostInterrupts()
         self._rss: RssSampler | None = None
@@ -256,8 +256,15 @@ class Session:
     def _account(self, device: torch.device) -> Account:
         """Return an empty account of a device's memory, named ``device`` for the session's own."""
         name = "device" if device == self._device else f"device {device}"
-        on_change = partial(self.recorder.level, name)
-        return Account(self.config.device_bytes, name=name, on_change=on_change)
+        made = Account(
+            self.config.device_bytes,
+            name=name,
+            on_change=partial(self.recorder.level, name),
+            parent=host_account() if device.type == "cpu" else None,
+            owner="saved tensors",
+        )
+        self._accounts.append(made)
+        return made
 
     def _allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Limit a device's budget to its free memory, unless the user has set the budget."""
@@ -360,6 +367,8 @@ class Session:
             self.space.close()
         if self._stores is not None:
             self._stores.close()
+        for account in self._accounts:
+            account.close()
         if self._rss is not None:
             self._rss.stop()
         if self.recorder.log is not None:
@@ -426,19 +435,14 @@ class Session:
 
     # -- for data loaders on the same flash (penstock.data) -----------------------------------
 
-    @property
-    def engine(self) -> Engine | None:
-        """The engine of the flash tier; ``None`` without flash, or if it is GPU-direct.
+    def add_loader(self, loader: LoaderReads) -> None:
+        """Reserve flash bandwidth for a loader from the next plan on; ``FlashLoader`` calls this.
 
         Raises:
             ClosedError: The session is not open.
         """
-        if self._state != "open" or self._stores is None:
-            raise ClosedError(f"the session is {self._state}: only an open session has an engine")
-        return self._stores.engine
-
-    def add_loader(self, loader: LoaderReads) -> None:
-        """Reserve flash bandwidth for a loader from the next plan on; ``FlashLoader`` calls this."""
+        if self._state != "open":
+            raise ClosedError(f"the session is {self._state}: only an open session has loaders")
         self._loaders.add(loader)
 
     def remove_loader(self, loader: LoaderReads) -> None:
