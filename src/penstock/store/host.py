@@ -13,9 +13,10 @@ from penstock.core.units import format_bytes, round_down, round_up
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import PAGE_BYTES
 from penstock.observe.recorder import Recorder
-from penstock.store.arena import Arena, Block
+from penstock.store.arena import Arena
 from penstock.store.base import Tier, TierSpec
 from penstock.store.copier import Copier, CopyRange
+from penstock.store.pool import Block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
