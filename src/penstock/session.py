@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
 from penstock.core.interrupts import LostInterrupts
@@ -21,7 +20,6 @@ from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
-from penstock.io.engine import Engine
 from penstock.observe.clients import close_account, open_account
 from penstock.observe.counters import REFUSED, SESSION
 from penstock.observe.log import EventLog
@@ -40,6 +38,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.loaders import LoaderReads, Loaders
 from penstock.runtime.planner import Planner
 from penstock.runtime.stores import Stores, check_device_codec
+from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
@@ -101,6 +100,7 @@ class Session:
         self._in_block = False
         self._steps = 0
         self._stores: Stores | None = None
+        self._accounts: list[Account] = []
         self._loaders = Loaders()
         self._interrupts = LostInterrupts()
         self._rss: RssSampler | None = None
@@ -250,13 +250,20 @@ class Session:
         stores.mover.account(self.devices.budget_of)
         self.planner.begin()
 
-    def _account(self, device: torch.device) -> Budget:
+    def _account(self, device: torch.device) -> Account:
         """Return an empty account of a device's memory, named ``device`` for the session's own."""
         name = "device" if device == self._device else f"device {device}"
-        on_change = partial(self.recorder.level, name)
-        return Budget(self.config.device_bytes, name=name, on_change=on_change)
+        made = Account(
+            self.config.device_bytes,
+            name=name,
+            on_change=partial(self.recorder.level, name),
+            parent=host_account() if device.type == "cpu" else None,
+            owner="saved tensors",
+        )
+        self._accounts.append(made)
+        return made
 
-    def _allowance(self, device: torch.device, budget: Budget) -> Allowance | None:
+    def _allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Limit a device's budget to its free memory, unless the user has set the budget."""
         assert self._stores is not None
         return self._stores.allowance(device, budget) if self._finds_limits else None
@@ -269,7 +276,7 @@ class Session:
         return config.policy != "keep"
 
     def _make_planner(
-        self, device: torch.device, budget: Budget, *, policy: str, **settings: Any
+        self, device: torch.device, budget: Account, *, policy: str, **settings: Any
     ) -> Planner:
         """Return a planner for one device, with the capacity and bandwidth of all tiers."""
         stores = self._stores
@@ -364,6 +371,8 @@ class Session:
             self.space.close()
         if self._stores is not None:
             self._stores.close()
+        for account in self._accounts:
+            account.close()
         if self._rss is not None:
             self._rss.stop()
         if self.recorder.log is not None:
@@ -430,19 +439,14 @@ class Session:
 
     # -- for data loaders on the same flash (penstock.data) -----------------------------------
 
-    @property
-    def engine(self) -> Engine | None:
-        """The engine of the flash tier; ``None`` without flash, or if it is GPU-direct.
+    def add_loader(self, loader: LoaderReads) -> None:
+        """Reserve flash bandwidth for a loader from the next plan on; ``FlashLoader`` calls this.
 
         Raises:
             ClosedError: The session is not open.
         """
-        if self._state != "open" or self._stores is None:
-            raise ClosedError(f"the session is {self._state}: only an open session has an engine")
-        return self._stores.engine
-
-    def add_loader(self, loader: LoaderReads) -> None:
-        """Reserve flash bandwidth for a loader from the next plan on; ``FlashLoader`` calls this."""
+        if self._state != "open":
+            raise ClosedError(f"the session is {self._state}: only an open session has loaders")
         self._loaders.add(loader)
 
     def remove_loader(self, loader: LoaderReads) -> None:
@@ -609,7 +613,7 @@ def _check_kind(name: str, given: object, kind: type) -> None:
         )
 
 
-def _limit_of(budget: Budget) -> int | None:
+def _limit_of(budget: Account) -> int | None:
     return None if budget.limit_bytes >= UNLIMITED else budget.limit_bytes
 
 

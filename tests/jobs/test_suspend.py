@@ -235,7 +235,7 @@ def test_states_on_flash_rest_there(disk_path):
     def suspending(session):
         penstock.suspend(session)
         (optimizer,) = session.optimizers
-        assert optimizer._penstock.states._pipeline is None  # nor is there memory for them
+        assert optimizer._penstock._pipeline is None  # nor is there memory for them
         penstock.resume(session)
 
     assert_same(trained(suspending), trained(plainly))

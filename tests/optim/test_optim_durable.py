@@ -90,7 +90,8 @@ import os, signal, sys, torch
 sys.path.insert(0, {tests!r})
 from optim_runs import parameters, train
 from penstock.io.threads import Syscalls, ThreadEngine
-from penstock.optim import FlashAdamW, durable, store
+from penstock.optim import FlashAdamW, journal
+from penstock.store.engine import replace_shared_engine
 
 left = int(sys.argv[2])
 def tick():
@@ -104,7 +105,7 @@ class Deadly(Syscalls):
         tick()
         return super().write(file, address, nbytes, offset)
 
-store.ThreadEngine = lambda *_: ThreadEngine(syscalls=Deadly())
+replace_shared_engine(ThreadEngine(syscalls=Deadly()))
 for name in ("ftruncate", "pwrite", "fsync", "fdatasync"):
     def wrapped(*args, _call=getattr(os, name)):
         tick()

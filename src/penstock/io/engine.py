@@ -33,16 +33,16 @@ Op = Literal["read", "write"]
 
 
 class Priority(enum.IntEnum):
-    """Priority of a request: waiting computation before prefetches, prefetches before writes."""
+    """Priority of a request among all of an engine, whichever product submits it."""
 
     DEMAND = 0
     """A thread waits for these bytes now."""
     PREFETCH = 1
-    """The bytes will be needed soon."""
+    """A thread will wait for these bytes soon."""
     WRITE_BEHIND = 2
     """Memory is freed once the bytes are written."""
-    READ_AHEAD = 3
-    """Batches of data for later steps: training that has to wait for one promotes it to a demand."""
+    BACKGROUND = 3
+    """No thread will wait for these bytes soon; one that has to wait all the same raises the priority."""
 
 
 class File(Protocol):

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from penstock.core import knobs
@@ -24,10 +25,8 @@ from penstock.core.errors import (
 )
 from penstock.core.fs import check_directories, check_space, sync_directory
 from penstock.core.units import round_up
-from penstock.io.aio import PIECES_TOGETHER
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, open_path, open_unlinked
-from penstock.io.threads import ThreadEngine
 from penstock.io.traffic_report import reported
 from penstock.observe.clients import OPTIMIZER
 from penstock.optim.formats import RECORD_BYTES
@@ -39,17 +38,18 @@ from penstock.store.joint import submit_all
 Sum = tuple[Literal["full", "off", "sampled"], int]
 """A checksum, and which kind it is: an earlier run may have used another."""
 
+
+@dataclass(frozen=True, slots=True)
+class RecordPlace:
+    """Newest record of a tile, as a journal names it."""
+
+    slot: int
+    checksum: Sum | None
+    squeezed_bytes: int
+
+
 MakeFile = Callable[[str, int], DirectFile]
 """Opens a file for so many more records, in a directory, given the number of files there are."""
-
-
-def engine_for_records() -> Engine:
-    """Half as many threads again as elsewhere, and a record in one system call.
-
-    Between system calls they wait for the interpreter, which the threads that update tiles use.
-    """
-    piece = PIECES_TOGETHER * knobs.io_piece_bytes()
-    return ThreadEngine(knobs.io_threads() * 3 // 2, piece)
 
 
 def named_file(directory: str, number: int) -> DirectFile:
@@ -69,15 +69,13 @@ def named_file(directory: str, number: int) -> DirectFile:
 
 
 class RecordStore:
-    """The records of an optimizer's tiles. Reads and writes are one at a time for each tile.
+    """Records of an optimizer's tiles. Transfers of one tile never overlap. Otherwise thread-safe.
 
     Attributes:
         directories: Absolute paths.
-        slots: Places that each record has.
-        written: What has been written in all, in bytes.
-        read: What has been read in all, in bytes.
-        doubtful: Number of a tile and its place, of records that were written before a sync that failed:
-            a later one says nothing of them.
+        filled: Numbers of the tiles that have a record, on flash or in memory; for the pipeline.
+        written: Bytes written in all.
+        read: Bytes read in all.
     """
 
     def __init__(
@@ -97,8 +95,8 @@ class RecordStore:
         self.directories = check_directories(
             directories, "flash directory", allow_memory_filesystem=allow_memory_filesystem
         )
-        self.slots = slots
         self.engine = engine
+        self.filled: set[int] = set()
         self.written = 0
         self.read = 0
         self._make_file = make_file or (lambda path, _: open_unlinked(path))
@@ -107,7 +105,11 @@ class RecordStore:
         self._sums: dict[tuple[int, int], Sum] = {}
         self._squeezed: dict[tuple[int, int], int] = {}  # lengths of records that are
         self._kind = knobs.verify()
-        self.doubtful: set[tuple[int, int]] = set()
+        self._slots = slots
+        self._newest: dict[int, int] = {}  # by tile: slot of its newest record
+        self._committed: dict[int, int] = {}  # the same, of the records that a journal names
+        # written before a sync that failed: a later one says nothing of them
+        self._doubtful: set[tuple[int, int]] = set()
         self._since_sync: set[tuple[int, int]] = set()
 
     def add(self, tiles: Sequence[Tile]) -> None:
@@ -120,7 +122,7 @@ class RecordStore:
         offset, places = 0, {}
         for tile in tiles:
             places[tile.index] = (len(self._files), offset)
-            offset += self._part_bytes(tile) * self.slots
+            offset += self._part_bytes(tile) * self._slots
         if not offset:
             return
         made: list[DirectFile] = []
@@ -138,45 +140,47 @@ class RecordStore:
         self._files.append(made)
         self._places.update(places)
 
-    def start_read(self, tile: Tile, address: int, keep_alive: object, slot: int = 0) -> Transfer:
-        """Begin to read a record to its buffer; ``verify`` it when that is done."""
-        self.read += self.record_bytes(tile, slot)
-        return self._move("read", tile, address, keep_alive, slot)
+    def start_read(self, tile: Tile, address: int, keep_alive: object) -> Transfer:
+        """Begin to read the newest record to its buffer; ``verify`` it when that is done."""
+        self.read += self.record_bytes(tile)
+        return self._move("read", tile, address, keep_alive, self._slot(tile))
 
     def start_write(
-        self,
-        tile: Tile,
-        address: int,
-        keep_alive: object,
-        slot: int = 0,
-        *,
-        squeezed_bytes: int = 0,
+        self, tile: Tile, address: int, keep_alive: object, squeezed_bytes: int
     ) -> Transfer:
-        """Begin to write a record; the memory must not change until that is done.
+        """Begin to write a record, not over one that a journal names. It is the newest when that is done.
 
         Args:
             tile: The tile.
-            address: Of its buffer.
-            keep_alive: Keeps the buffer's memory.
-            slot: Which place.
-            squeezed_bytes: What ``Squeezer.squeeze`` has returned.
+            address: Address of its buffer, which must not change until the transfer is done.
+            keep_alive: Owner of the buffer.
+            squeezed_bytes: Result of ``Squeezer.squeeze``.
         """
-        self.expect(tile, slot, None, squeezed_bytes)
+        slot = 0 if self._slots == 1 else 1 - self._committed.get(tile.index, 1)
+        self._expect(tile, slot, None, squeezed_bytes)
         start, nbytes = self._extent(tile, slot)
         checksum = checksums.by_name(self._kind)
         if checksum is not None:
             self._sums[tile.index, slot] = self._kind, checksum(address + start, nbytes)
         self.written += nbytes
-        self.doubtful.discard((tile.index, slot))
+        self._doubtful.discard((tile.index, slot))
         self._since_sync.add((tile.index, slot))
-        return self._move("write", tile, address, keep_alive, slot)
+        transfer = self._move("write", tile, address, keep_alive, slot)
 
-    def verify(self, tile: Tile, address: int, slot: int, names: Callable[[], str]) -> None:
-        """Compare what was read with what was written.
+        def note(done: Transfer) -> None:
+            if done.error is None:
+                self._newest[tile.index] = slot
+
+        transfer.add_done_callback(note)
+        return transfer
+
+    def verify(self, tile: Tile, address: int, names: Callable[[], str]) -> None:
+        """Compare the newest record, as it was read, with its checksum.
 
         Raises:
             ChecksumError: They differ; with the tile, the parameters in it (``names``), file, offset.
         """
+        slot = self._slot(tile)
         known: Sum = self._sums.get((tile.index, slot), ("off", 0))
         kind, expected = known
         checksum = checksums.by_name(kind)
@@ -186,40 +190,67 @@ class RecordStore:
         found = checksum(address + start, nbytes)
         if found != expected:
             facts = f"have checksum {found:#018x}, written were {expected:#018x}"
-            raise self.damage(tile, slot, names, facts)
+            raise self.damage(tile, names, facts)
 
-    def damage(self, tile: Tile, slot: int, names: Callable[[], str], facts: str) -> ChecksumError:
-        """The error that a record is not what was written there."""
+    def damage(self, tile: Tile, names: Callable[[], str], facts: str) -> ChecksumError:
+        """Return the error that a tile's newest record is not what was written."""
         return ChecksumError(
-            f"tile {tile.index} ({names()}): {self.record_bytes(tile, slot)} bytes read from"
-            f" {self.where(tile, slot)} {facts}; the device or its memory is faulty: stop using it, and"
+            f"tile {tile.index} ({names()}): {self.record_bytes(tile)} bytes read from"
+            f" {self._where(tile)} {facts}; the device or its memory is faulty: stop using it, and"
             " load a state dict or continue from the last durable step"
         )
 
-    def squeezed_bytes(self, tile: Tile, slot: int) -> int:
-        """The exact length of what was last written there, if it was squeezed; otherwise 0."""
-        return self._squeezed.get((tile.index, slot), 0)
+    def squeezed_bytes(self, tile: Tile) -> int:
+        """Return the exact length of the newest record if it is squeezed, else 0."""
+        return self._squeezed.get((tile.index, self._slot(tile)), 0)
 
-    def record_bytes(self, tile: Tile, slot: int) -> int:
-        """How long what was last written there is."""
-        return self._extent(tile, slot)[1]
+    def record_bytes(self, tile: Tile) -> int:
+        """Return the bytes on flash of the newest record; its full length if there is none."""
+        return self._extent(tile, self._slot(tile))[1]
 
-    def sum_of(self, tile: Tile, slot: int) -> Sum | None:
-        """The checksum of what was last written there."""
-        return self._sums.get((tile.index, slot))
+    # -- what a journal names ---------------------------------------------------------------------
 
-    def expect(self, tile: Tile, slot: int, checksum: Sum | None, squeezed_bytes: int) -> None:
-        """Say what a record is, as a journal has it.
+    def places(self) -> dict[int, RecordPlace]:
+        """Return the newest record on flash of each tile that has one."""
+        return {
+            index: RecordPlace(
+                slot, self._sums.get((index, slot)), self._squeezed.get((index, slot), 0)
+            )
+            for index, slot in self._newest.items()
+        }
+
+    def commit(self) -> None:
+        """Protect the newest records, which a journal names now, from the next writes."""
+        self._committed = dict(self._newest)
+
+    def protect(self, places: Mapping[int, RecordPlace]) -> None:
+        """Protect records that a journal names from the next writes, though nobody reads them."""
+        self._committed = {index: place.slot for index, place in places.items()}
+
+    def restore(self, places: Mapping[int, RecordPlace], tiles: Sequence[Tile]) -> None:
+        """Take these as the newest records, and as those that a journal names.
 
         Args:
-            tile: The tile.
-            slot: Which place.
-            checksum: None: it is not known.
-            squeezed_bytes: Its exact length if it is squeezed, 0 if it is not.
+            places: By number of a tile.
+            tiles: All tiles.
 
         Raises:
-            ChecksumError: It cannot have that length.
+            ChecksumError: A record cannot have that length.
         """
+        for index, place in places.items():
+            self._expect(tiles[index], place.slot, place.checksum, place.squeezed_bytes)
+        self.protect(places)
+        self._newest = dict(self._committed)
+        self.filled = set(places)
+
+    def is_doubtful(self, tile: Tile) -> bool:
+        """Return whether the newest record may not be on the device, since a sync failed after it."""
+        return (tile.index, self._slot(tile)) in self._doubtful
+
+    def _slot(self, tile: Tile) -> int:
+        return self._newest.get(tile.index, 0)
+
+    def _expect(self, tile: Tile, slot: int, checksum: Sum | None, squeezed_bytes: int) -> None:
         place = tile.index, slot
         if squeezed_bytes and not 0 < extent(tile, squeezed_bytes)[1] < tile.record_bytes:
             raise ChecksumError(
@@ -243,7 +274,7 @@ class RecordStore:
             try:
                 os.fdatasync(file.fd)
             except OSError as error:
-                self.doubtful |= self._since_sync
+                self._doubtful |= self._since_sync
                 raise TransferError(
                     errno=error.errno or errno.EIO,
                     op="sync",
@@ -253,10 +284,10 @@ class RecordStore:
                 ) from error
         self._since_sync.clear()
 
-    def where(self, tile: Tile, slot: int = 0) -> str:
-        """For error messages: file and offset."""
+    def _where(self, tile: Tile) -> str:
+        """Return files and offsets of the newest record, for error messages."""
         number, offset = self._places[tile.index]
-        offset += slot * self._part_bytes(tile)
+        offset += self._slot(tile) * self._part_bytes(tile)
         return ", ".join(f"offset {offset} of {file.path!r}" for file in self._files[number])
 
     def close(self) -> None:
@@ -265,7 +296,7 @@ class RecordStore:
             file.close()
 
     def _extent(self, tile: Tile, slot: int) -> tuple[int, int]:
-        return extent(tile, self.squeezed_bytes(tile, slot))
+        return extent(tile, self._squeezed.get((tile.index, slot), 0))
 
     def _move(self, op: Op, tile: Tile, address: int, keep_alive: object, slot: int) -> Transfer:
         start, nbytes = self._extent(tile, slot)

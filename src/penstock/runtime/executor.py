@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.codec import registry
-from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, RestoreError
 from penstock.core.process import fork_guard
 from penstock.observe.recorder import Recorder, Stage, StallCause
@@ -19,19 +18,28 @@ from penstock.plan.operators import Operator
 from penstock.plan.plan import Action, Decision
 from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
-from penstock.runtime.kept import KeptStorage, KeptStorages
-from penstock.runtime.movers import RESTORED, Encoding, Mover
-from penstock.runtime.passes import Pass
+from penstock.runtime.kept import KeptStorages
+from penstock.runtime.movers import RESTORED, Mover
 from penstock.runtime.planner import MEMORY, Planner
 from penstock.runtime.reads import Reads
 from penstock.runtime.remakes import Remakes
-from penstock.runtime.residency import Origin, Residency, SavedStorage, SlotRecord, View
 from penstock.runtime.room import Eviction
 from penstock.runtime.sampling import POSITIVE, CodecSampler, Sampler
 from penstock.runtime.sharing import attach, is_enough, keeps_signs
 from penstock.runtime.small import SmallStorages
+from penstock.runtime.storage import (
+    Encoding,
+    KeptStorage,
+    Origin,
+    Pass,
+    Residency,
+    SavedStorage,
+    SlotRecord,
+    TensorRef,
+    View,
+)
 from penstock.runtime.traffic import SAVED, Traffic, in_memory, is_settled
-from penstock.runtime.weak import TensorRef
+from penstock.store.account import Account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
@@ -56,7 +64,7 @@ class Executor:
     def __init__(
         self,
         *,
-        budget: Budget,
+        budget: Account,
         tiers: dict[str, Tier],
         mover: Mover,
         planner: Planner,

@@ -19,16 +19,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.units import KIB, round_up
-from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
 from penstock.runtime.heap import Heap, HeapBlock, heap_is_better
+from penstock.runtime.storage import Encoding
+from penstock.store.account import Account
+from penstock.store.arena import Arena, Block
 from penstock.store.base import Tier
 
 RESTORED = "restored"
@@ -53,15 +54,6 @@ def page_slack_bytes(device_bytes: int) -> int:
     """
     most = HEAP_SLACK_BYTES if heap_is_better() else 2 * HUGE_PAGE_BYTES
     return min(most, device_bytes // PAGE_SLACK_SHARE)
-
-
-class Encoding(NamedTuple):
-    """How a storage's bytes are to be made fewer on the way out."""
-
-    codec: str
-    """By its name, as in plans: ``"zero-value"``."""
-    dtype: str
-    """Of the elements, by torch's name: ``"float32"``."""
 
 
 class Mover(ABC):
@@ -116,7 +108,7 @@ class Mover(ABC):
         """Return a context for work on ``device`` that is put off: its stream is the one of now."""
         return nullcontext
 
-    def account(self, budget_of: Callable[[torch.device], Budget]) -> None:  # noqa: B027  (as above)
+    def account(self, budget_of: Callable[[torch.device], Account]) -> None:  # noqa: B027  (as above)
         """From now on device memory is charged to the account of its device."""
 
     def made(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (only some devices need it)
@@ -188,7 +180,7 @@ class CpuMover(Mover):
         memory: What comes back goes there: an arena, or the heap ([Note: heap or arena]).
     """
 
-    def __init__(self, *, budget: Budget) -> None:
+    def __init__(self, *, budget: Account) -> None:
         """Take nothing yet; an arena is charged to ``budget`` page by page, as it is first touched.
 
         Its address space is twice the budget, so that fragmentation costs addresses and not memory.
