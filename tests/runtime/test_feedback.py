@@ -1,12 +1,14 @@
 """Reads that came late begin earlier: ``prefetch_tuning``, and the triggers that it moves."""
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from offload_runs import counted, wait_for_writes
+from offload_runs import GatedTier, counted, wait_for_writes
 from penstock.core.units import MIB
 from penstock.observe.events import Mark
 from penstock.plan import Action, Budgets, Decision, Plan, SlotKey
@@ -183,6 +185,38 @@ def test_without_triggers_reads_begin_as_soon_as_the_window_has_room(session_for
         executor._note_need, executor._traffic.fetch = needing, fetching
         loss.backward()
         assert begun.count(1) >= len(plan.decisions) - 1, "all at the first need"
+
+
+def test_reads_ahead_keep_to_the_window(session_for, disk):
+    """While backward waits for the first of many slots, no more are on their way than have room."""
+    slot_bytes, most = 512 * 64 * 4, 4
+    plan = replace(offloading(session_for, lambda rank: None), window_bytes=most * slot_bytes)
+    assert len(plan.decisions) > 2 * most
+    gates, begun = [], []
+
+    def wrap(tier):
+        gates.append(GatedTier(tier, "read"))
+        return gates[0]
+
+    def open_later():
+        gate = gates[0]
+        gate.arrived["read"].wait(20)
+        for _ in range(30):  # as long as there could come more
+            begun.append(gate.waiting("read"))
+            time.sleep(0.01)
+        gate.open("read")
+
+    model = layers()
+    session = following(disk, plan, model)
+    session.wrap_tier = wrap
+    with session:
+        loss = model(torch.randn(512, 64)).square().mean()
+        wait_for_writes(session)
+        opener = threading.Thread(target=open_later)
+        opener.start()
+        loss.backward()
+        opener.join()
+    assert 1 < max(begun) <= most
 
 
 def test_triggers_that_are_too_late_move_and_the_summary_tells(session_for, disk, tmp_path):

@@ -1,6 +1,7 @@
 """Storages that a plan keeps: only counted, until room is needed; then as ready to go as any other."""
 
 import gc
+import re
 import threading
 
 import pytest
@@ -18,6 +19,7 @@ from offload_runs import (
 )
 from penstock.core.errors import InPlaceError
 from penstock.core.units import KIB, MIB
+from penstock.observe.recorder import Stage
 from penstock.runtime.storage import KeptStorage, Residency
 
 ROOMY = {"policy": "auto", "device_memory": 4 * MIB, "codec": "none"}
@@ -89,6 +91,21 @@ def test_they_go_when_room_is_needed(session_for):
         assert_within_budget(session)
         del loss
         assert_nothing_held(session)
+
+
+def test_what_is_needed_last_goes_first(session_for):
+    """In forward that is what was saved first: it has the longest way back."""
+    start, other = leaf(), leaf(1, 2 * WIDE)
+    with session_for(**{**ROOMY, "policy": "keep"}) as session:
+        learnt(session, start)
+        loss = chain(start)
+        loss = loss + chain(other, 7)
+        wait_for_writes(session)
+        spans = [e for e in session.recorder.events() if getattr(e, "stage", "") == Stage.WRITE]
+        written = sorted(int(re.search(r"#(\d+)", span.slot)[1]) for span in spans)
+        assert len(written) >= 3
+        assert written == list(range(len(written)))
+        gradients(loss, [start, other])
 
 
 def test_after_that_all_slots_are_recorded_again(session_for):

@@ -98,7 +98,7 @@ class Reads:
     def _begin_demand(self, saved: SavedStorage) -> None:
         traffic = self._traffic
         if traffic.fetch(saved, Priority.DEMAND):
-            self.ahead(saved, again=False)
+            self.ahead(saved, again=saved.pending <= 0)
             return
         needed = traffic.mover.charge_bytes(saved.ticket)
         if not self._room.make(needed, name=saved.label, of_pass=saved.of_pass, saved=saved):
