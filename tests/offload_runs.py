@@ -168,6 +168,11 @@ class GatedTier(WrapperTier):
         self._waiting = {kind: [] for kind in kinds}
         self._gate = threading.Lock()
 
+    def waiting(self, kind):
+        """How many operations are at the gate."""
+        with self._gate:
+            return len(self._waiting[kind])
+
     def open(self, kind):
         """Let everything of this kind pass from now on."""
         with self._gate:
