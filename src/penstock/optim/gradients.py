@@ -144,19 +144,19 @@ class Gradients:
         grad = param.tensor.grad
         if grad is None or isinstance(grad, OffloadedGradient) or param.index in self._replaced:
             return
-        if not self._must_leave(grad):
+        if not self._must_be_offloaded(grad):
             return
         flat = param.flat_grad()
         assert flat is not None
-        rest = GradientPlace(param.index, param.in_shape(flat))
-        if self._leave(rest):
+        place = GradientPlace(param.index, param.in_shape(flat))
+        if self._offload(place):
             nbytes = grad.nbytes
-            param.tensor.grad = OffloadedGradient(rest, self, param.tensor)
+            param.tensor.grad = OffloadedGradient(place, self, param.tensor)
             self._replaced.leaves(param.index)
             del grad, flat
             self._free_heap(nbytes)
 
-    def bring(self, rest: GradientPlace, *, values: bool = True) -> Tensor:
+    def bring(self, place: GradientPlace, *, values: bool = True) -> Tensor:
         """See ``GradientSource``. What was read is the caller's own.
 
         Raises:
@@ -164,10 +164,10 @@ class Gradients:
             ChecksumError: It is not what was written.
             ClosedError: The optimizer was closed.
         """
-        param, real = self._params[rest.param], rest.real
+        param, real = self._params[place.param], place.real
         if real is None:
-            flat = self._spill.empty(param.count, rest.dtype)
-            for piece, found in self._read_all(rest) if values else ():
+            flat = self._spill.empty(param.count, place.dtype)
+            for piece, found in self._read_all(place) if values else ():
                 flat[piece.start : piece.stop] = found
             real = param.in_shape(flat)
         device = param.tensor.device
@@ -178,14 +178,14 @@ class Gradients:
             real = param.in_shape(there)
         return real
 
-    def changed(self, rest: GradientPlace, real: Tensor) -> None:
+    def changed(self, place: GradientPlace, real: Tensor) -> None:
         """See ``GradientSource``. The gradient settles again."""
-        param = self._params[rest.param]
-        self._forget(rest)
-        rest.real, rest.norm = real, None
-        is_wanted = rest.stays or self.is_used_now(param)
-        if not is_wanted and self._must_leave(real):
-            self._leave(rest)
+        param = self._params[place.param]
+        self._forget(place)
+        place.real, place.norm = real, None
+        is_wanted = place.stays or self.is_used_now(param)
+        if not is_wanted and self._must_be_offloaded(real):
+            self._offload(place)
 
     def _free_heap(self, nbytes: int) -> None:
         """Return freed memory to the system now and then.
@@ -198,7 +198,7 @@ class Gradients:
             self._freed = 0
             trim_heap()
 
-    def _must_leave(self, grad: Tensor) -> bool:
+    def _must_be_offloaded(self, grad: Tensor) -> bool:
         return (
             self._failure is None
             and grad.nbytes > LEAST_BYTES
@@ -206,30 +206,30 @@ class Gradients:
             and self.held_bytes > self.budget_bytes
         )
 
-    def _leave(self, rest: GradientPlace) -> bool:
+    def _offload(self, place: GradientPlace) -> bool:
         """Begin to write a gradient; return false if that cannot be, and it stays."""
-        assert rest.real is not None
-        param = self._params[rest.param]
-        flat = flat_like(rest.real, param.tensor)
+        assert place.real is not None
+        param = self._params[place.param]
+        flat = flat_like(place.real, param.tensor)
         if self._wants_norms:
-            rest.norm = torch.linalg.vector_norm(flat)
-        self._let_land(flat.nbytes)
+            place.norm = torch.linalg.vector_norm(flat)
+        self._wait_for_room(flat.nbytes)
         try:
             flat = self._spill.take(flat)
-            rest.real = param.in_shape(flat)
+            place.real = param.in_shape(flat)
             tickets = self._spill.write(param, flat)
         except TransferError as error:
-            self._could_not(error)
+            self._note_failure(error)
             return False
         self.written += flat.nbytes
-        rest.hold(self._spill.open(), tickets)
-        me, it = weakref.ref(self), weakref.ref(rest)
+        place.hold(self._spill.open(), tickets)
+        me, it = weakref.ref(self), weakref.ref(place)
         for ticket in tuple(tickets):
-            ticket.written.add_done_callback(lambda done: _was_written(me, it, tickets, done))
+            ticket.written.add_done_callback(lambda done: _note_written(me, it, tickets, done))
         self._flying.extend(tickets)
         return True
 
-    def _let_land(self, nbytes: int) -> None:
+    def _wait_for_room(self, nbytes: int) -> None:
         """Wait until ``nbytes`` more may be on their way out; warn of what could not be written."""
         most = max(0, FLYING_BYTES - nbytes)
         with suppress(IndexError):  # another thread was quicker
@@ -239,9 +239,9 @@ class Gradients:
                 with suppress(TransferError, CancelledError):
                     self._flying.popleft().written.wait()
         if self._failure is not None:
-            self._could_not(self._failure)
+            self._note_failure(self._failure)
 
-    def _could_not(self, error: BaseException) -> None:
+    def _note_failure(self, error: BaseException) -> None:
         self._failure = error
         if not self._is_told:
             self._is_told = True
@@ -252,9 +252,9 @@ class Gradients:
                 stacklevel=2,
             )
 
-    def _forget(self, rest: GradientPlace) -> None:
+    def _forget(self, place: GradientPlace) -> None:
         with self._lock:
-            tickets, rest.tickets = rest.tickets, []
+            tickets, place.tickets = place.tickets, []
         if tickets:
             discard_all(self._spill.open(), tickets)
 
@@ -281,7 +281,7 @@ class Gradients:
     def end(self) -> None:
         """End a step, completed or not."""
         if self._failure is not None:
-            self._could_not(self._failure)
+            self._note_failure(self._failure)
             self._failure = None  # the next ones are tried again
         self.written_in_step = self.written - self._written_before
         self._written_before = self.written
@@ -316,9 +316,9 @@ class Gradients:
             return readings[piece.param].wait(grad.dtype), piece.start
         if not isinstance(grad, OffloadedGradient):
             return grad, 0
-        real = grad.rest.real
+        real = grad.place.real
         if real is None:  # it was written since
-            return self._spill.begin_read(grad.rest.tickets, piece).wait(grad.dtype), piece.start
+            return self._spill.begin_read(grad.place.tickets, piece).wait(grad.dtype), piece.start
         return flat_like(real, self._params[piece.param].tensor), 0
 
     def _read_ahead(self) -> None:
@@ -330,26 +330,26 @@ class Gradients:
         begun = {}
         for piece in tile.pieces:
             grad = grads.get(piece.param)
-            if isinstance(grad, OffloadedGradient) and grad.rest.real is None:
-                begun[piece.param] = self._spill.begin_read(grad.rest.tickets, piece)
+            if isinstance(grad, OffloadedGradient) and grad.place.real is None:
+                begun[piece.param] = self._spill.begin_read(grad.place.tickets, piece)
         return begun
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def _read_all(self, rest: GradientPlace) -> Iterator[tuple[ParameterPiece, Tensor]]:
+    def _read_all(self, place: GradientPlace) -> Iterator[tuple[ParameterPiece, Tensor]]:
         under_way: deque[tuple[ParameterPiece, GradientRead]] = deque()
-        for piece in self._spill.pieces(rest.param):
-            under_way.append((piece, self._spill.begin_read(rest.tickets, piece)))
+        for piece in self._spill.pieces(place.param):
+            under_way.append((piece, self._spill.begin_read(place.tickets, piece)))
             if len(under_way) > TILES_AHEAD:
                 first, reading = under_way.popleft()
-                yield first, reading.wait(rest.dtype)
+                yield first, reading.wait(place.dtype)
         for first, reading in under_way:
-            yield first, reading.wait(rest.dtype)
+            yield first, reading.wait(place.dtype)
 
 
-def _settling(keeper: Gradients, index: int) -> Callable[[Tensor], None]:
+def _settling(source: Gradients, index: int) -> Callable[[Tensor], None]:
     """Return a hook that settles a gradient; it does not keep the optimizer alive."""
-    me = weakref.ref(keeper)
+    me = weakref.ref(source)
 
     def accumulated(_: Tensor) -> None:
         mine = me()
@@ -359,9 +359,9 @@ def _settling(keeper: Gradients, index: int) -> Callable[[Tensor], None]:
     return accumulated
 
 
-def _was_written(
-    keeper: weakref.ref[Gradients],
-    resting: weakref.ref[GradientPlace],
+def _note_written(
+    source: weakref.ref[Gradients],
+    placed: weakref.ref[GradientPlace],
     tickets: list[Ticket],
     done: Transfer,
 ) -> None:
@@ -369,20 +369,20 @@ def _was_written(
 
     Where an operator is changing them in place, which it reports when it returns, they stay in memory.
     """
-    mine, rest = keeper(), resting()
-    if mine is None or rest is None:
+    mine, place = source(), placed()
+    if mine is None or place is None:
         return
     error = done.error
     with mine._lock:
-        if rest.tickets is not tickets:  # it was changed, or another piece has failed
+        if place.tickets is not tickets:  # it was changed, or another piece has failed
             return
         if error is None:
-            rest.unwritten -= 1
-            if rest.unwritten:
+            place.unwritten -= 1
+            if place.unwritten:
                 return
-            real, rest.real = rest.real, None
+            real, place.real = place.real, None
         else:
-            rest.tickets, rest.norm = [], None
+            place.tickets, place.norm = [], None
             if not isinstance(error, SourceChangedError):
                 mine._failure = error
     if error is not None:
@@ -396,5 +396,5 @@ def _bytes_in_memory(grad: Tensor | None) -> int:
         return 0
     if not isinstance(grad, OffloadedGradient):
         return grad.nbytes
-    rest = grad.rest
-    return 0 if rest.tickets or rest.real is None else rest.real.nbytes
+    place = grad.place
+    return 0 if place.tickets or place.real is None else place.real.nbytes
