@@ -18,16 +18,17 @@ from penstock import (
     TransferError,
 )
 from penstock.io.threads import ThreadEngine
-from penstock.optim import FlashAdamW, on_flash, store
+from penstock.optim import FlashAdamW, on_flash
 from penstock.testing.faults import Fail, FaultySyscalls
+from penstock.testing.shared_engine import shared_engine_replaced
 
 
 @pytest.fixture
-def faulty(monkeypatch):
+def faulty():
     """System calls of the engine of the next optimizer; a test sets ``_every`` or ``_faults``."""
     calls = FaultySyscalls()
-    monkeypatch.setattr(store, "ThreadEngine", lambda *_: ThreadEngine(syscalls=calls))
-    return calls
+    with shared_engine_replaced(ThreadEngine(syscalls=calls)):
+        yield calls
 
 
 def test_a_full_disk_at_construction_says_what_would_fit(small, monkeypatch):
@@ -107,7 +108,7 @@ def test_bytes_that_changed_on_flash_are_found(small, monkeypatch):
     params = parameters(sizes=[(20, 1024)])
     a = FlashAdamW(params, **small)
     train(a, params, steps=2)
-    (files,) = a._penstock.store._files
+    (files,) = a._penstock.store.files.files
     descriptor = os.open(f"/proc/self/fd/{files[0].fd}", os.O_WRONLY)
     for offset in range(0, 20 * 8192, 8192):
         os.pwrite(descriptor, b"?", offset + 5)

@@ -16,9 +16,10 @@ from torch import nn
 from penstock import ChecksumError, ClosedError, PenstockWarning, TransferError
 from penstock.core.errors import SourceChangedError
 from penstock.io.threads import ThreadEngine
-from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash, store
+from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash
 from penstock.optim.offloaded_gradient import OffloadedGradient
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
+from penstock.testing.shared_engine import shared_engine_replaced
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +28,11 @@ def none_is_too_short(monkeypatch):
 
 
 @pytest.fixture
-def faulty(monkeypatch):
+def faulty():
     """System calls of the engine of the next optimizer; a test sets ``_every``."""
     calls = FaultySyscalls()
-    monkeypatch.setattr(store, "ThreadEngine", lambda *_: ThreadEngine(syscalls=calls))
-    return calls
+    with shared_engine_replaced(ThreadEngine(syscalls=calls)):
+        yield calls
 
 
 def network(dtype=torch.float32):
@@ -207,30 +208,28 @@ def test_a_grad_scaler_unscales_what_is_on_flash(small):
     a.close()
 
 
-def test_an_operator_that_has_changed_a_gradient_but_not_returned_harms_no_write(
-    monkeypatch, small
-):
+def test_an_operator_that_has_changed_a_gradient_but_not_returned_harms_no_write(small):
     """What an operator is changing in place is compared, after its write, with what it was before."""
     gate = GatedSyscalls()
-    monkeypatch.setattr(store, "ThreadEngine", lambda *_: ThreadEngine(syscalls=gate))
-    ours, theirs = network(), network()
-    a = FlashAdamW(ours.parameters(), gradient_memory=0, **small)
-    b = torch.optim.AdamW(theirs.parameters(), fused=True)
-    backward(ours, 0)
-    gate.wait_for_call()
-    for p in ours.parameters():  # as an operator does before it returns
-        p.grad.rest.real.mul_(0.5)
-    gate.open()
-    for ticket in [each for p in ours.parameters() for each in p.grad.rest.tickets]:
-        with suppress(SourceChangedError, CancelledError):
-            ticket.written.wait(10)
-    backward(theirs, 0)
-    for p in theirs.parameters():
-        p.grad.mul_(0.5)
-    a.step()  # a warning is an error
-    b.step()
-    assert_same(ours.parameters(), theirs.parameters())
-    a.close()
+    with shared_engine_replaced(ThreadEngine(syscalls=gate)):
+        ours, theirs = network(), network()
+        a = FlashAdamW(ours.parameters(), gradient_memory=0, **small)
+        b = torch.optim.AdamW(theirs.parameters(), fused=True)
+        backward(ours, 0)
+        gate.wait_for_call()
+        for p in ours.parameters():  # as an operator does before it returns
+            p.grad.rest.real.mul_(0.5)
+        gate.open()
+        for ticket in [each for p in ours.parameters() for each in p.grad.rest.tickets]:
+            with suppress(SourceChangedError, CancelledError):
+                ticket.written.wait(10)
+        backward(theirs, 0)
+        for p in theirs.parameters():
+            p.grad.mul_(0.5)
+        a.step()  # a warning is an error
+        b.step()
+        assert_same(ours.parameters(), theirs.parameters())
+        a.close()
 
 
 def test_a_gradient_that_is_given_up_gives_its_place_up(small):
