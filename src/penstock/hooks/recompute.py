@@ -274,7 +274,7 @@ class _Call:
                 saved = None
                 if isinstance(packed, MovedHandle) and self._repeats.has(packed.executor):
                     saved = packed.saved
-                if type(saved) is SavedStorage and saved.record.key.module == place.path:
+                if saved and saved.recorded and saved.record.key.module == place.path:
                     self._unnamed[saved.cdata] = saved
             self._hooks.operators_returned()  # no operator saves these
 

@@ -141,15 +141,15 @@ class _Executor(Executor):
     def save(self, storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> SavedStorage:
         """Register a storage that autograd saves."""
         saved = super().save(storage, *args, **kwargs)
-        entry = self._ledger.find(storage)
-        if entry is not None:
+        entry = self._ledger.find(storage) if saved.recorded else None
+        if entry is not None and saved not in self._entries:
             self._entries[saved] = entry
             self._ledger.enter_slot(entry)
         return saved
 
     def restore(self, saved: SavedStorage, *, first: bool) -> torch.UntypedStorage:
         """Return the fake storage, and advance the clock at its first need."""
-        asked = saved.record.needed_at_ns is not None
+        asked = not saved.recorded or saved.record.needed_at_ns is not None
         storage = super().restore(saved, first=first)
         if not asked:
             self._clock.advance(_NEED_INTERVAL_NS)
