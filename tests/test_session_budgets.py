@@ -9,6 +9,7 @@ from torch import nn
 from penstock.core.errors import BudgetError
 from penstock.core.units import MIB
 from penstock.report.run_file import read_run
+from penstock.store.account import host_account
 
 
 def network(layers=8):
@@ -118,14 +119,14 @@ def test_a_refusal_with_a_profile_names_what_does_for_the_whole_step(session_for
     net = network()
     with session_for(net, policy="auto") as session:
         train(net)
-        least = session.planner.least_bytes()
+        least = session.executor.orders.min_budget_bytes()
     limit = least - 64 * 1024
     with session_for(net, policy="auto", device_memory=limit) as session:
         train(net)
         room, finished = session.executor._room, session.executor._pass
         with pytest.raises(BudgetError, match="does for a whole step as profiled") as refused:
             room.take(limit + 1, "test", name="it", of_pass=finished, saved=None)
-        assert refused.value.least_bytes == session.planner.least_bytes() > limit
+        assert refused.value.least_bytes == session.executor.orders.min_budget_bytes() > limit
         assert "more may be needed" not in str(refused.value)
         with pytest.raises(BudgetError, match="needs more than those profiled before") as refused:
             room.take(64 * MIB, "test", name="it", of_pass=finished, saved=None)
@@ -133,3 +134,38 @@ def test_a_refusal_with_a_profile_names_what_does_for_the_whole_step(session_for
     with session_for(net, policy="auto", device_memory=least) as session:
         train(net)
         assert session.budget.peak_bytes <= least
+
+
+def test_what_a_session_holds_is_in_the_process_s_account_while_it_is_open(session_for):
+    net, memory = network(), host_account()
+    before = memory.used_bytes
+    with session_for(net, policy="keep") as session:
+        loss = net(torch.randn(1024, 256)).square().mean()
+        held = memory.holdings()["saved tensors"].nbytes
+        assert held == session.budget.used_bytes > 8 * MIB
+        loss.backward()
+    assert memory.used_bytes == before
+    with session_for(net, flash=(), flash_capacity=None, host_memory="64MiB"):
+        loss = net(torch.randn(1024, 256)).square().mean()
+        assert memory.holdings()["host tier"].nbytes > 0
+        loss.backward()
+    assert memory.used_bytes == before
+
+
+def test_a_limit_of_the_process_bounds_saved_tensors_too(session_for, monkeypatch):
+    net, plain, memory = network(), network(), host_account()
+    train(plain)
+    monkeypatch.setattr(memory, "limit_bytes", memory.used_bytes + 9 * MIB)
+    with session_for(net, policy="auto", device_memory="1GiB") as session:
+        memory.reset_peak()
+        train(net)
+        assert session.recorder.snapshot().counted("evicted") > 0
+        assert memory.peak_bytes <= memory.limit_bytes
+    memory.force(9 * MIB, "others")
+    with (
+        session_for(other := network(), policy="auto", device_memory="1GiB"),
+        pytest.raises(BudgetError, match=r"in the memory budget of .* \(others 9") as caught,
+    ):
+        train(other)
+    memory.free(9 * MIB, "others")
+    assert caught.value.limit_bytes == memory.limit_bytes

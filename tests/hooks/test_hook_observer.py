@@ -21,7 +21,7 @@ def profile_of(session_for):
     def measure(model, run=lambda model: model(features()).square().mean()):
         with session_for(model, policy="keep") as session:
             run(model).backward()
-            assert not session.planner.observing
+            assert not session.executor.active.observing
             assert session._attachment.modules.observer is None
             return session.profile
 
@@ -229,7 +229,7 @@ def test_a_slow_module_takes_its_time_and_no_other(profile_of):
             self.linear = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x):
-            for _ in range(20):
+            for _ in range(60):
                 x = torch.sin(x)
             return self.linear(x)
 

@@ -138,7 +138,7 @@ class SavedTensorHooks:
             if leaf_of(tensor) is not None:
                 self._recorder.count("kept.weights")
                 return KeptHandle(tensor)
-            stays = executor.planner.moves_nothing
+            stays = executor.orders.moves_nothing
         if stays:
             return SmallHandle(tensor, executor, executor.save(storage, nbytes))
         if used * COMPACT_SHARE < nbytes or not tensor.is_contiguous():

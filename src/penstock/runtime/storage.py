@@ -170,8 +170,6 @@ class SlotRecord:
     """Results of codecs on a sample of it, if one was taken."""
     frame_bytes: int | None = None
     """Bytes that it took in a tier, if it was encoded."""
-    planned: bool = False
-    """True if the plan of then knew it."""
     waited_ns: int = 0
     """How long backward waited for it to be read."""
     producer: str | None = None
@@ -388,6 +386,7 @@ class Pass:
         window_full: Whether a read had to wait because the window was full.
         observed: Whether it was watched closely enough to plan what to make again.
         operators: What ran in it, if it was observed.
+        unrepeatable: Paths of modules that it showed to be unfit for recomputation.
     """
 
     def __init__(self, index: int, start_ns: int, began_ns: int) -> None:
@@ -413,6 +412,7 @@ class Pass:
         self.window_full = False
         self.observed = False
         self.operators: tuple[Operator, ...] = ()
+        self.unrepeatable: frozenset[str] = frozenset()
         self._need: list[int] | None = None
         self._here = 0
         self._ahead = 0
@@ -474,7 +474,7 @@ class Pass:
             return self.saved_count > MAX_RECORDS
         return self.saved_count > 0
 
-    def arrive(self, saved: SavedStorage, ranks: dict[MatchKey, int]) -> None:
+    def arrive(self, saved: SavedStorage, ranks: Mapping[MatchKey, int]) -> None:
         """``saved`` is being needed now: what follows it is expected next.
 
         Args:
@@ -522,7 +522,7 @@ class Pass:
             if saved is not None:
                 yield saved
 
-    def _order(self, ranks: dict[MatchKey, int]) -> None:
+    def _order(self, ranks: Mapping[MatchKey, int]) -> None:
         alive = sorted(self.live.values(), key=_index, reverse=True)
         known = {saved.index: ranks.get(saved.key.match_key) for saved in alive}
         if None not in known.values():

@@ -17,16 +17,16 @@ from penstock.core import knobs
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import BudgetError, ConfigError, free_space_bytes
 from penstock.core.units import GIB, MIB, format_bytes, round_down
-from penstock.io.aio import default_engine
 from penstock.io.engine import Engine
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
 from penstock.runtime.movers import CpuMover, Mover, page_slack_bytes
 from penstock.runtime.probe import measure
 from penstock.runtime.sampling import CodecSampler, Sampler
-from penstock.store.account import Account
+from penstock.store.account import Account, host_account
 from penstock.store.arena import Arena
 from penstock.store.base import Tier
+from penstock.store.engine import shared_engine
 from penstock.store.flash import FlashTier
 from penstock.store.host import HostTier
 
@@ -71,7 +71,8 @@ class Stores:
             NoSpaceError: A file system has not the space that ``flash_capacity`` asks for.
         """
         self.tiers: dict[str, Tier] = {}
-        self._engine: Engine | None = None
+        self._direct_engine: Engine | None = None  # GPU-direct
+        self._host: Account | None = None
         self._host_arena: Arena | None = None
         self._recorder = recorder
         self._mover: Mover | None = None
@@ -103,12 +104,6 @@ class Stores:
     def timer(self) -> DeviceTimer | None:
         """Of the device; ``None``: it does not run behind the interpreter."""
         return None if self._accelerator is None else self._accelerator.timer
-
-    @property
-    def engine(self) -> Engine | None:
-        """Engine of the flash tier; None: there is none, or it is for device memory."""
-        engine = self._engine
-        return None if engine is None or engine.spec.gpu_direct else engine
 
     def allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Return what finds the limit of a device's ``budget``.
@@ -187,12 +182,14 @@ class Stores:
         """Close everything; what is still in flight is waited for. Idempotent."""
         for tier in self.tiers.values():
             tier.close()
-        if self._engine is not None:
-            self._engine.close()
+        if self._direct_engine is not None:
+            self._direct_engine.close()
         if self._mover is not None:
             self._mover.close()
         if self._host_arena is not None:
             self._host_arena.close()
+        if self._host is not None:
+            self._host.close()
 
     def _open_flash(self, config: OffloadConfig, device: torch.device) -> Tier:
         """The flash tier over the engine that fits the device; see :mod:`.cuda.gpu_direct`."""
@@ -209,16 +206,16 @@ class Stores:
             link = None if accelerator is None else accelerator.link
             direct = gpu_direct.open_flash(open_tier, device, link, self._recorder)
             if direct is not None:
-                self._engine, tier = direct
+                self._direct_engine, tier = direct
                 return cast(Tier, tier)
-        self._engine = default_engine()
-        return open_tier(self._engine)
+        return open_tier(shared_engine())
 
     def _open_mover(self, config: OffloadConfig) -> tuple[Mover, Arena | None]:
         """The mover, and what the host tier's bytes rest in, if there is one."""
-        host = Account(
+        host = self._host = host_account().child(
+            "host",
             config.host_bytes,
-            name="host",
+            owner="host tier",
             on_change=partial(self._recorder.level, "host"),
         )
         if self._accelerator is not None:
@@ -226,7 +223,7 @@ class Stores:
         mover = CpuMover(budget=self._budget)
         if not config.host_bytes:
             return mover, None
-        return mover, Arena(config.host_bytes, budget=host, owner="host tier")
+        return mover, Arena(config.host_bytes, account=host, owner="host tier")
 
 
 def check_device_codec(name: str, device: torch.device) -> None:

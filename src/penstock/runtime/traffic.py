@@ -14,8 +14,8 @@ from penstock.core.errors import (
 from penstock.core.units import format_bytes
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
+from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.movers import Mover
-from penstock.runtime.planner import Planner
 from penstock.runtime.storage import Encoding, Residency, SavedStorage, TensorRef
 from penstock.runtime.table import StorageTable, is_edited, is_settled
 from penstock.store.base import Tier
@@ -44,10 +44,10 @@ class Traffic:
         table: StorageTable,
         tiers: dict[str, Tier],
         mover: Mover,
-        planner: Planner,
+        active: ActiveOrders,
         recorder: Recorder,
     ) -> None:
-        """Move nothing yet. The planner says how to encode what has no room as it is."""
+        """Move nothing yet. ``active`` has encodings for what has no room as it is."""
         self.table = table
         self._lock = table.lock
         self._changed = table.changed
@@ -60,7 +60,7 @@ class Traffic:
         self.closed = False
         self.tiers = tiers
         self.mover = mover
-        self._planner = planner
+        self._active = active
         self._recorder = recorder
 
     # -- out --------------------------------------------------------------------------------------
@@ -75,8 +75,8 @@ class Traffic:
             self._stays_for_good(saved)
             return
         del storage
-        if encoding is None:
-            encoding = self._planner.squeeze(saved.record, refused=False)
+        if encoding is None and self._active.shortage:
+            encoding = self._active.fallback_encoding(saved.record)
         with self._lock:
             storage = saved.storage
             if saved.state is not Residency.RESIDENT or storage is None or saved.writing:
@@ -133,7 +133,7 @@ class Traffic:
         """A write came to nothing: ask other tiers, then all again for less if they are ``full``."""
         shorter = None
         if full and not others and saved.encoding is None:
-            shorter = self._planner.squeeze(saved.record, refused=True)
+            shorter = self._active.encoding_when_refused(saved.record)
         with self._lock:
             if saved.state is not Residency.WRITING:
                 self._stays(saved, stuck=False)  # it was needed meanwhile, or its last handle died
@@ -214,7 +214,7 @@ class Traffic:
             assert isinstance(error, SourceChangedError)
             self._note_failure("spill.source_changed", saved, error)
         if frame_bytes is not None:
-            self._planner.note_frames(saved.record, frame_bytes)
+            self._active.note_frames(saved.record, frame_bytes)
         if full:
             self._try_others(saved, others, full=True)
 
