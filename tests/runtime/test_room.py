@@ -108,8 +108,8 @@ def test_memory_of_other_products_is_waited_for(monkeypatch):
     rig = Rig(write_ns_per_byte=0.0, touch_ns_per_byte=0.0, parent=memory)
     rig.end_write()
     rig.budget.free(4 * MIB, ARENA)
-    rig.room._promote_kept = lambda: None
-    vars(rig.traffic).update(give_spare=int, restored={}, tiers={}, failed=False, reading=0)
+    rig.traffic.table.promote_all = lambda: None
+    vars(rig.traffic).update(restored={}, tiers={}, failed=False, reading=0)
     rig.traffic.mover.trim = lambda nbytes: 0
     memory.force(12 * MIB, "a checkpoint")
     rig.budget.force(3 * MIB, SAVED)

@@ -3,7 +3,7 @@
 * ``KeptHandle``: a protected or tiny tensor. It stays resident and is not counted.
 * ``ForeignHandle``: a tensor of a kind that is not offloaded. It stays resident and is not counted.
 * ``SmallHandle``: a tensor whose storage is below the floor, or certain to stay. It is only counted.
-* ``MovedHandle``: a view of a storage that the executor holds, resident or offloaded.
+* ``MovedHandle``: a view of a storage that the holder has, resident or offloaded.
 * ``CopiedHandle``: a small view of a large storage, copied so that the storage can be freed.
 * ``FlattenedHandle``: a DTensor, whose local tensor has one of the handles above.
 
@@ -20,7 +20,7 @@ import torch
 
 from penstock.core.errors import InPlaceError
 from penstock.core.locks import defer
-from penstock.runtime.executor import Executor
+from penstock.hooks.holder import StorageHolder
 from penstock.runtime.storage import Residency, SavedStorage, TensorRef
 
 _KEPT: Final = Residency.KEPT
@@ -93,12 +93,12 @@ class FlattenedHandle:
 class SmallHandle:
     """A view of a storage that stays resident and is counted."""
 
-    __slots__ = ("executor", "saved", "tensor", "version")
+    __slots__ = ("holder", "saved", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, executor: Executor, saved: SavedStorage) -> None:
+    def __init__(self, tensor: torch.Tensor, holder: StorageHolder, saved: SavedStorage) -> None:
         self.tensor = tensor.detach()
         self.version = tensor._version
-        self.executor = executor
+        self.holder = holder
         self.saved = saved
 
     def unpack(self) -> torch.Tensor:
@@ -108,13 +108,13 @@ class SmallHandle:
         return self.tensor
 
     def __del__(self) -> None:
-        defer(self.executor.release, self.saved, True)
+        defer(self.holder.release, self.saved, True)
 
 
 class MovedHandle:
-    """A view of a storage that the executor holds.
+    """A view of a storage that the holder has.
 
-    While the storage is resident the view itself is kept, so nothing has to be rebuilt. The executor
+    While the storage is resident the view itself is kept, so nothing has to be rebuilt. The holder
     calls ``strip`` before it offloads the storage, which the view would otherwise keep alive.
     """
 
@@ -122,7 +122,7 @@ class MovedHandle:
         "__weakref__",
         "copied",
         "dtype",
-        "executor",
+        "holder",
         "offset",
         "probe",
         "saved",
@@ -133,10 +133,10 @@ class MovedHandle:
         "view",
     )
 
-    def __init__(self, tensor: torch.Tensor, executor: Executor) -> None:
+    def __init__(self, tensor: torch.Tensor, holder: StorageHolder) -> None:
         self.version = tensor._version
-        self.executor = executor
-        self.saved: SavedStorage | None = None  # None until the executor holds it
+        self.holder = holder
+        self.saved: SavedStorage | None = None  # None until the holder has it
         self.unpacked = False
         # Autograd wraps what unpack returns in a tensor of its own, unless the tensor needs no gradient:
         # then it uses the returned tensor itself. That must not be ours, as references to the storage
@@ -170,7 +170,7 @@ class MovedHandle:
             if of_pass.backward_start_ns is not None and not of_pass.spilled:
                 self.unpacked = True
                 return view if self.copied else view.detach()
-        storage = self.executor.restore(saved, first=not self.unpacked)
+        storage = self.holder.restore(saved, first=not self.unpacked)
         self.unpacked = True
         view = self.view
         if view is not None:
@@ -193,19 +193,19 @@ class MovedHandle:
         """
         saved, view = self.saved, self.view
         assert saved is not None
-        if self.executor.prove(saved, self, sign_only=sign_only):
+        if self.holder.prove(saved, self, sign_only=sign_only):
             return
         assert view is not None, "a view that may need more than signs is not stripped unproven"
         storage = view.untyped_storage()
         nbytes = storage.nbytes()
         base, version = guard_of(tensor, storage, nbytes)
-        self.saved = self.executor.save(storage, nbytes, self, base, version, place, tensor.dtype)
-        defer(self.executor.release, saved, self.unpacked)
+        self.saved = self.holder.save(storage, nbytes, self, base, version, place, tensor.dtype)
+        defer(self.holder.release, saved, self.unpacked)
 
     def __del__(self) -> None:
         saved = self.saved
         if saved is not None:
-            defer(self.executor.release, saved, self.unpacked)
+            defer(self.holder.release, saved, self.unpacked)
 
 
 class CopiedHandle:

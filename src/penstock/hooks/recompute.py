@@ -272,7 +272,7 @@ class _Call:
                 ref = TensorRef(tensor)
                 self._inputs.append(_Input(packed, tensor.requires_grad, ref, tensor._version))
                 saved = None
-                if isinstance(packed, MovedHandle) and self._repeats.has(packed.executor):
+                if isinstance(packed, MovedHandle) and self._repeats.has(packed.holder):
                     saved = packed.saved
                 if saved and saved.recorded and saved.record.key.module == place.path:
                     self._unnamed[saved.cdata] = saved

@@ -24,10 +24,12 @@ from penstock.hooks.handles import (
     SmallHandle,
     guard_of,
 )
+from penstock.hooks.holder import StorageHolder
 from penstock.hooks.modules import ModuleTracker, SavingPlace
 from penstock.hooks.observer import PassObserver
 from penstock.observe.recorder import Recorder
-from penstock.runtime.executor import Executor
+from penstock.runtime.completion import Completion
+from penstock.runtime.movers import StreamOrder
 from penstock.staging import bytes_of
 
 TINY_BYTES: Final = 4096
@@ -68,22 +70,26 @@ class SavedTensorHooks:
     def __init__(
         self,
         *,
-        executor: Executor,
+        holder: StorageHolder,
+        completion: Completion,
+        stream_order: StreamOrder,
         protected: ProtectedStorages,
         modules: ModuleTracker,
         boundaries: Boundaries,
         recorder: Recorder,
         device_type: str,
         floor_bytes: int,
-        executor_of: Callable[[torch.Tensor], Executor] | None = None,
+        holder_of: Callable[[torch.Tensor], StorageHolder] | None = None,
     ) -> None:
         """Hook nothing yet; see ``torch.autograd.graph.saved_tensors_hooks``.
 
-        ``executor_of`` returns the executor of a tensor, if the session may have several.
+        ``holder`` holds what is saved on the session's device; ``holder_of`` returns the holder of a
+        tensor, if there may be several.
         """
-        self._executor = executor
-        self._executor_of = executor_of
-        self._completion = executor.completion
+        self._holder = holder
+        self._holder_of = holder_of
+        self._completion = completion
+        self._stream_order = stream_order
         self._protected = protected
         self._modules = modules
         self._boundaries = boundaries
@@ -132,27 +138,27 @@ class SavedTensorHooks:
             or ((known := self._protected.storages.get(storage._cdata)) and known() is storage)
         ):
             return KeptHandle(tensor)
-        executor = self._executor if self._executor_of is None else self._executor_of(tensor)
+        holder = self._holder if self._holder_of is None else self._holder_of(tensor)
         stays = nbytes < self._floor_bytes
         if not stays:
             if leaf_of(tensor) is not None:
                 self._recorder.count("kept.weights")
                 return KeptHandle(tensor)
-            stays = executor.orders.moves_nothing
+            stays = holder.moves_nothing
         if stays:
-            return SmallHandle(tensor, executor, executor.save(storage, nbytes))
+            return SmallHandle(tensor, holder, holder.save(storage, nbytes))
         if used * COMPACT_SHARE < nbytes or not tensor.is_contiguous():
             _, span_bytes = _span(tensor)
             if span_bytes * COMPACT_SHARE < nbytes:
                 return self._pack_span(tensor)
-        moved = MovedHandle(tensor, executor)
+        moved = MovedHandle(tensor, holder)
         base: torch.Tensor | torch.UntypedStorage | None = tensor
         version = moved.version
         if used < nbytes:
             base, version = guard_of(tensor, storage, nbytes)
         elif tensor._is_view():
             base = tensor._base
-        moved.saved = executor.save(
+        moved.saved = holder.save(
             storage,
             nbytes,
             moved,
@@ -191,7 +197,7 @@ class SavedTensorHooks:
             action()
             return
 
-        here = self._executor.here(tensor.device)
+        here = self._stream_order.here(tensor.device)
 
         def act(last: bool) -> bool:
             with here():
@@ -215,7 +221,7 @@ class SavedTensorHooks:
             or not self._is_here(tensor)
             or self._protected.holds(storage)
             or leaf_of(tensor) is not None
-            or self._whose(tensor) is not self._executor
+            or self._whose(tensor) is not self._holder
         ):
             return 0
         _, nbytes = _span(tensor)
@@ -226,9 +232,9 @@ class SavedTensorHooks:
         base, version = guard_of(tensor, storage, storage.nbytes())
         return self._whose(tensor).holds(storage, base, version)
 
-    def _whose(self, tensor: torch.Tensor) -> Executor:
-        """Return the executor of the tensor's device."""
-        return self._executor if self._executor_of is None else self._executor_of(tensor)
+    def _whose(self, tensor: torch.Tensor) -> StorageHolder:
+        """Return the holder of the tensor's device."""
+        return self._holder if self._holder_of is None else self._holder_of(tensor)
 
     def _pack_span(self, tensor: torch.Tensor) -> Packed:
         """Copy out a small view when it is complete."""
@@ -236,7 +242,7 @@ class SavedTensorHooks:
         if tensor.requires_grad:
             self._copy_out(packed, tensor.detach(), self._modules.here)
         else:
-            here = self._executor.here(tensor.device)
+            here = self._stream_order.here(tensor.device)
             place = self._modules.here
             action = partial(self._copy_out_later, weakref.ref(packed), here, place)
             self._completion.wait(action)
@@ -267,14 +273,14 @@ class SavedTensorHooks:
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         offset = skew // tensor.element_size()
         view.set_(copy.untyped_storage(), offset, tensor.size(), tensor.stride())
-        executor = self._whose(tensor)
-        executor.free_early(storage)
+        holder = self._whose(tensor)
+        self._stream_order.free_early(storage)
         if nbytes < self._floor_bytes:
-            small = executor.save(copy.untyped_storage(), copy.nbytes)
-            packed.replace(SmallHandle(view, executor, small))
+            small = holder.save(copy.untyped_storage(), copy.nbytes)
+            packed.replace(SmallHandle(view, holder, small))
             return
-        moved = MovedHandle(view, executor)
-        moved.saved = executor.save(
+        moved = MovedHandle(view, holder)
+        moved.saved = holder.save(
             copy.untyped_storage(), copy.nbytes, moved, copy, moved.version, place, view.dtype
         )
         packed.replace(moved)

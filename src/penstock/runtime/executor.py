@@ -20,7 +20,7 @@ from penstock.plan.plan import Action, Decision
 from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
-from penstock.runtime.movers import RESTORED, Mover
+from penstock.runtime.movers import RESTORED, Mover, StreamOrder
 from penstock.runtime.orders import Orders, PassRecord
 from penstock.runtime.reads import Reads
 from penstock.runtime.remakes import Remakes
@@ -66,8 +66,10 @@ class Executor:
     Attributes:
         budget: The device memory that everything here is charged to.
         orders: Decisions for each slot, and what else is wanted of coming passes; see ``follow``.
+        moves_nothing: True if these orders never move anything.
         active: These orders, applied to the running pass.
         remakes: What is made again instead of being held.
+        stream_order: Order of uses of the device's memory.
         completion: What waits until the running operator has returned.
         time: The axis of profiles.
         compute_ns: Tells the time on it.
@@ -96,6 +98,7 @@ class Executor:
         """
         self.budget = budget
         self.orders = Orders()
+        self.moves_nothing = False
         self.active = ActiveOrders(budget=budget, recorder=recorder, open_codecs=open_codecs)
         self._recorder = recorder
         self.time = ComputeTime(recorder.clock) if time is None else time
@@ -103,6 +106,7 @@ class Executor:
         self.allowance = allowance
         if allowance is not None:
             self.time.watch.append(allowance.look)
+        self.stream_order: StreamOrder = mover
         self._mover = mover
         self._table = StorageTable(budget)
         self._lock = self._table.lock
@@ -158,25 +162,11 @@ class Executor:
         complete: bool = True,
         sign_only: bool = False,
     ) -> SavedStorage:
-        """Take charge of a storage that autograd saves; waits while the budget is full.
+        """Take charge of a storage that autograd saves; wait while the budget is full.
 
-        A storage that was saved before, at the same version of the same tensor, gets another handle. The
-        body serves what the plan keeps; a call of a Python function costs as much as most of what it
-        does, so what it needs of the table is written out.
-
-        Args:
-            storage: The storage.
-            nbytes: Its size.
-            view: The handle, which has a view of the storage and drops it before that is spilled. Without
-                one the storage stays, and is only counted; the other arguments mean nothing then.
-            base: The tensor whose version counter guards all of the storage: the saved one, or the one
-                that it is a view of. The storage itself, if its parts have counters of their own.
-            version: That counter's value; 0 for a storage.
-            place: Path and type of the module that saves it.
-            dtype: Type of the saved tensor.
-            complete: Whether its bytes may be read at once. If not, they are when the running operator
-                has returned; see [Note: complete storages].
-            sign_only: Whether ``prove`` will be called soon, to say if backward asks only for signs.
+        Arguments are as in ``StorageHolder.save``. The body serves what the plan keeps; a call of a
+        Python function costs as much as most of what it does, so what it needs of the table is written
+        out.
 
         Raises:
             BudgetError: It can never fit.
@@ -349,7 +339,7 @@ class Executor:
         else:
             action: Callable[[bool], bool] = partial(self._complete, saved, sign_only)
             if self._mover.runs_behind:
-                action = partial(_act_within, self.here(storage.device), action)
+                action = partial(_act_within, self._mover.here(storage.device), action)
             self.completion.wait(action)
         return saved
 
@@ -369,14 +359,6 @@ class Executor:
                 return last
         self._follow(saved, self._decide(saved, storage, sign_only), sign_only)
         return True
-
-    def free_early(self, storage: torch.UntypedStorage) -> None:
-        """Note that a saved storage is not held until backward; see ``Mover.free_early``."""
-        self._mover.free_early(storage)
-
-    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-        """A context for work on ``device`` that is put off; see ``Mover.here``."""
-        return self._mover.here(device)
 
     def holds(
         self,
@@ -636,6 +618,7 @@ class Executor:
         """Follow other orders from now on. Between passes."""
         planned = orders.plan_number != self.orders.plan_number
         self.orders = orders
+        self.moves_nothing = orders.moves_nothing
         self.active.follow(orders)
         if planned:
             self._mover.trim(self.budget.limit_bytes)
