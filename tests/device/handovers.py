@@ -364,7 +364,7 @@ def _over(order: AccessOrder, moved: Leaving | DirectRead) -> None:
 
 def gradients() -> None:
     """Who counts the last piece of a gradient as written frees its memory, and knows of the others."""
-    _around(gradients_module, "_was_written", _counted)
+    _around(gradients_module, "_note_written", _counted)
 
 
 def _counted(order: AccessOrder, _: object, __: object, tickets: list[Any], ___: object) -> None:
