@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 from penstock.core.budget import Budget
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError
+from penstock.core.memory import physical_bytes
 from penstock.core.units import GIB, MIB, format_bytes, round_down
 from penstock.io.arena import Arena
 from penstock.io.mapping import HUGE_PAGE_BYTES
@@ -168,8 +168,3 @@ def _host_parts(config: OffloadConfig, *, staged: bool = True) -> dict[str, int]
         return {"staging": total}
     staging = min(round_down(total // 2, HUGE_PAGE_BYTES), MOST_STAGING_BYTES)
     return {"staging": staging, "host tier": total - staging}
-
-
-def physical_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
