@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.io.aio import default_engine
-from penstock.io.arena import Arena
 from penstock.io.engine import Priority, Request
 from penstock.io.files import open_unlinked
+from penstock.store.arena import Arena
 
 _AHEAD = 4
 """Requests in the engine at once."""

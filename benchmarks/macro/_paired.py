@@ -38,7 +38,6 @@ import penstock
 from penstock.api import Session
 from penstock.core.config import OffloadConfig
 from penstock.core.units import GIB, MIB
-from penstock.io.arena import Arena
 from penstock.lab import zoo
 from penstock.observe.recorder import Stage
 from penstock.plan import Budgets, Machine, Plan, Profile, policies
@@ -47,6 +46,7 @@ from penstock.plan.slots import MatchKey
 from penstock.runtime import probe
 from penstock.runtime.movers import page_slack_bytes
 from penstock.store import ThrottledTier
+from penstock.store.arena import Arena
 
 FLASH_BYTES = 8 * GIB
 PROFILES = 8

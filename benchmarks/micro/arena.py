@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import _results
-from penstock.core.budget import Budget
 from penstock.core.units import MIB
-from penstock.io.arena import Arena
+from penstock.store.account import Account
+from penstock.store.arena import Arena
 
 SIZES = [64 * MIB, 8 * MIB, 3 * MIB + 4096, MIB, 24 * MIB, 200_000]
 """Bytes of the blocks of one step; all are held at once."""
@@ -98,7 +98,7 @@ def main(arguments=None):
     rounds = options.rounds or (3 if options.quick else 7)
     _results.warn_if_busy()
     torch.set_num_threads(1)
-    arena = Arena(CAPACITY_BYTES, budget=Budget(CAPACITY_BYTES))
+    arena = Arena(CAPACITY_BYTES, budget=Account(CAPACITY_BYTES))
     figures = {
         "arena_allocate_free": measure(steps_of_blocks(arena), options.cycles, rounds),
         "arena_to_torch": measure(steps_of_arena(arena, touch=False), options.cycles, rounds),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
 from penstock.core.interrupts import LostInterrupts
@@ -40,6 +39,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.loaders import LoaderReads, Loaders
 from penstock.runtime.planner import Planner
 from penstock.runtime.stores import Stores, check_device_codec
+from penstock.store.account import Account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
@@ -250,13 +250,13 @@ class Session:
         stores.mover.account(self.devices.budget_of)
         self.planner.begin()
 
-    def _account(self, device: torch.device) -> Budget:
+    def _account(self, device: torch.device) -> Account:
         """Return an empty account of a device's memory, named ``device`` for the session's own."""
         name = "device" if device == self._device else f"device {device}"
         on_change = partial(self.recorder.level, name)
-        return Budget(self.config.device_bytes, name=name, on_change=on_change)
+        return Account(self.config.device_bytes, name=name, on_change=on_change)
 
-    def _allowance(self, device: torch.device, budget: Budget) -> Allowance | None:
+    def _allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Limit a device's budget to its free memory, unless the user has set the budget."""
         assert self._stores is not None
         return self._stores.allowance(device, budget) if self._finds_limits else None
@@ -269,7 +269,7 @@ class Session:
         return config.policy != "keep"
 
     def _make_planner(
-        self, device: torch.device, budget: Budget, *, policy: str, **settings: Any
+        self, device: torch.device, budget: Account, *, policy: str, **settings: Any
     ) -> Planner:
         """Return a planner for one device, with the capacity and bandwidth of all tiers."""
         stores = self._stores
@@ -609,7 +609,7 @@ def _check_kind(name: str, given: object, kind: type) -> None:
         )
 
 
-def _limit_of(budget: Budget) -> int | None:
+def _limit_of(budget: Account) -> int | None:
     return None if budget.limit_bytes >= UNLIMITED else budget.limit_bytes
 
 

@@ -26,8 +26,8 @@ from penstock.checkpoint import moves, prepared, store, values
 from penstock.checkpoint.disk import Directory, Disk, lock
 from penstock.checkpoint.dtypes import DTYPES
 from penstock.core.units import MIB
-from penstock.io.arena import Arena
 from penstock.io.prefault import Prefault
+from penstock.store.arena import Arena
 
 STORE = small_store()
 

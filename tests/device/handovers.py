@@ -17,7 +17,6 @@ import torch
 
 from penstock import staging
 from penstock.checkpoint import Saving
-from penstock.io.arena import Arena, Block
 from penstock.io.engine import Transfer
 from penstock.optim import gradients as gradients_module
 from penstock.runtime.cuda.direct import DirectMover
@@ -32,6 +31,7 @@ from penstock.runtime.encoding.jobs import WriteJob
 from penstock.runtime.encoding.scratch import ScratchSlots
 from penstock.runtime.encoding.worker import CodecWorker
 from penstock.staging import CopyStep, Staging
+from penstock.store.arena import Arena, Block
 from penstock.store.base import Tier
 from penstock.testing.access_order import AccessOrder, Span
 

@@ -6,15 +6,15 @@ from gpu_runs import settings_for
 
 from memory_nodes import node_at
 from offload_runs import session_in
-from penstock.core.budget import Budget
 from penstock.core.units import MIB
-from penstock.io.arena import Arena
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder, Stage
 from penstock.observe.totals import between
 from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab, node_of
+from penstock.store.account import Account
+from penstock.store.arena import Arena
 
 pytestmark = pytest.mark.gpu
 
@@ -35,14 +35,14 @@ def link():
 
 @pytest.fixture
 def mover(link, device):
-    budget = Budget(256 * MIB, name="host")
+    budget = Account(256 * MIB, name="host")
     slabs = [
         Slab(64 * MIB, link=link, device=device, budget=budget, name=name)
         for name in ("staging", "host tier")
     ]
     mover = CudaMover(
         device=device,
-        budget=Budget(1 << 40),
+        budget=Account(1 << 40),
         recorder=Recorder(),
         link=link,
         staging=slabs[0],

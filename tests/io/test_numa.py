@@ -8,8 +8,8 @@ import pytest
 from memory_nodes import node_at, policy_at
 from penstock.core.units import MIB
 from penstock.io import numa
-from penstock.io.arena import Arena
 from penstock.io.mapping import Mapping
+from penstock.store.arena import Arena
 
 ABSENT = 1000
 """A node that no machine has."""

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.budget import Budget
 from penstock.core.locks import defer
 from penstock.observe import recorder as recorder_module
 from penstock.observe.clock import ManualClock
 from penstock.observe.events import Level, Mark, Span, Stage, StallCause
 from penstock.observe.recorder import EVENT_BYTES, Recorder
 from penstock.observe.totals import Flow, Stall
+from penstock.store.account import Account
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_an_average_over_no_time_is_the_level(recorder):
 
 
 def test_a_budget_reports_its_level(recorder, clock):
-    budget = Budget(100, on_change=lambda nbytes: recorder.level("device", nbytes))
+    budget = Account(100, on_change=lambda nbytes: recorder.level("device", nbytes))
     assert budget.try_take(60, "a")
     clock.advance(1)
     budget.free(20, "a")

@@ -5,7 +5,6 @@ import threading
 import numpy as np
 from simulated_device import DEVICE, SimFlash, SimLink
 
-from penstock.core.budget import Budget
 from penstock.core.units import KIB
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder
@@ -13,6 +12,7 @@ from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.movers import RESTORED
+from penstock.store.account import Account
 from penstock.store.base import TierSpec
 
 
@@ -42,10 +42,10 @@ class Rig:
     ):
         self.link = link or SimLink()
         self.recorder = Recorder()
-        self.budget = Budget(budget)
+        self.budget = Account(budget)
         self.works = []
         start = self._start if threaded else lambda work, name: self.works.append(work)
-        self.host_budget = Budget(1 << 30, name="host")
+        self.host_budget = Account(1 << 30, name="host")
         self.staging = self._slab(0 if direct else staging, "staging", start)
         self.host = self._slab(host, "host tier", start)
         self.flash = SimFlash(self.recorder, gpu_direct=direct)

@@ -6,14 +6,14 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.units import KIB, MIB
-from penstock.io.arena import Arena
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.encoding.mover import EncodingMover
 from penstock.runtime.movers import CpuMover, Encoding
 from penstock.store import HostTier, WrapperTier
+from penstock.store.account import Account
+from penstock.store.arena import Arena
 
 SCRATCH = 80 * KIB
 PIECE = 4096
@@ -49,7 +49,7 @@ class Rig:
         self, *, tier=None, wrap=None, budget=64 * MIB, scratch=SCRATCH, capacity=16 * MIB
     ):
         self.recorder = Recorder()
-        self.budget = Budget(budget)
+        self.budget = Account(budget)
         self.arena = Arena(capacity)
         self.base = tier or HostTier(self.arena, capacity_bytes=capacity, recorder=self.recorder)
         self.tier = wrap(self.base) if wrap else self.base

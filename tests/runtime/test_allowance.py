@@ -7,7 +7,6 @@ from simulated_device import DEVICE
 from torch import nn
 
 from offload_runs import session_in
-from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
 from penstock.core.units import MIB
 from penstock.observe.events import Mark
@@ -17,6 +16,7 @@ from penstock.runtime.cuda.allowance import LIMIT, Allowance
 from penstock.runtime.cuda.link import Allocated
 from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.traffic import SAVED
+from penstock.store.account import Account
 
 TOTAL = 160 * MIB
 RESERVE = 10 * MIB
@@ -45,7 +45,7 @@ class Memory:
 
 class Rig:
     def __init__(self, weights=20 * MIB):
-        self.budget = Budget(UNLIMITED)
+        self.budget = Account(UNLIMITED)
         self.memory = Memory(self.budget)
         self.memory.others = weights
         self.recorder = Recorder()

@@ -14,7 +14,6 @@ from cuda_rig import Rig, check_all_given_back, pattern_of
 from simulated_device import DEVICE, SimEvent, SimLink, io_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.core.budget import Budget
 from penstock.core.errors import (
     ClosedError,
     ConfigError,
@@ -30,6 +29,7 @@ from penstock.runtime.cuda import link, pinned
 from penstock.runtime.cuda.lanes import Copy, CopyLane, start_daemon
 from penstock.runtime.cuda.tickets import Where
 from penstock.runtime.movers import RESTORED
+from penstock.store.account import Account
 
 NBYTES = 16 * KIB
 
@@ -962,7 +962,7 @@ def test_memory_that_may_be_in_use_is_never_given_back(monkeypatch):
 
 
 def test_restored_storages_are_charged_to_the_account_of_their_device(rig):
-    other = Budget(2 * NBYTES, name="another device")
+    other = Account(2 * NBYTES, name="another device")
     asked = []
     rig.mover.account(lambda device: asked.append(device) or other)
     ticket = rig.spill(1, NBYTES, rig.host_tier)

@@ -13,7 +13,6 @@ from lazy_device import LazyLink
 from penstock.codec.base import DTYPES, HEADER_BYTES
 from penstock.codec.device import FORMS
 from penstock.codec.registry import lossless_for
-from penstock.core.budget import Budget
 from penstock.core.errors import (
     BudgetError,
     ClosedError,
@@ -34,6 +33,7 @@ from penstock.runtime.encoding.mover import AnyEncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH as OWNER
 from penstock.runtime.movers import RESTORED, Encoding, Mover
 from penstock.store import FlashTier
+from penstock.store.account import Account
 from penstock.testing.codec_samples import check_decoded, sources, with_zeros
 from penstock.testing.tier_machine import wait_until
 
@@ -52,8 +52,8 @@ class Rig:
     def __init__(self, *, link=None, flash=None, staging=16 * MIB, host=16 * MIB, budget=64 * MIB):
         self.link = link or LazyLink(most_delay_s=0.0002)
         self.recorder = Recorder()
-        self.budget = Budget(budget)
-        self.host_budget = Budget(1 << 30, name="host")
+        self.budget = Account(budget)
+        self.host_budget = Account(1 << 30, name="host")
         device = torch.device("cpu")
         slabs = [
             Slab(nbytes, link=self.link, device=device, budget=self.host_budget, name=name)
@@ -334,7 +334,7 @@ def test_no_more_frames_are_alive_than_there_are_slots(rig, monkeypatch):
 
 @pytest.mark.parametrize(("codec", "dtype"), LOSSLESS + LOSSY)
 def test_a_piece_keeps_to_the_scratch_memory(codec, dtype):
-    scratch = DeviceScratch(SCRATCH, Budget(2 * MIB))
+    scratch = DeviceScratch(SCRATCH, Account(2 * MIB))
     piece = scratch.piece_bytes(FORMS[codec].CODEC, dtype)
     assert piece % 4096 == 0
     assert encoding.scratch_bytes(codec, dtype, piece) <= scratch.working_bytes
@@ -344,9 +344,9 @@ def test_a_piece_keeps_to_the_scratch_memory(codec, dtype):
 
 def test_scratch_memory_that_cannot_be_had():
     with pytest.raises(ConfigError, match="at least 65536 bytes"):
-        DeviceScratch(60 * KIB, Budget(2 * MIB))
+        DeviceScratch(60 * KIB, Account(2 * MIB))
     with pytest.raises(BudgetError, match="switch codecs off"):
-        DeviceScratch(SCRATCH, Budget(SCRATCH - 1))
+        DeviceScratch(SCRATCH, Account(SCRATCH - 1))
 
 
 def test_a_device_without_memory_for_a_frame_moves_that_piece_as_it_is(rig, monkeypatch):

@@ -10,7 +10,6 @@ from encoding_rig import FLOATS, PIECE, SCRATCH, Rig, bytes_of, floats, storage_
 
 from penstock.codec import registry
 from penstock.codec.base import DTYPES, ITEMSIZE, Fidelity
-from penstock.core.budget import Budget
 from penstock.core.errors import BudgetError, ClosedError, ConfigError
 from penstock.core.units import KIB, MIB
 from penstock.io.threads import ThreadEngine
@@ -21,6 +20,7 @@ from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.runtime.encoding.worker import THREAD_NAME
 from penstock.runtime.movers import RESTORED, CpuMover, Encoding
 from penstock.store import FlashTier, Ticket
+from penstock.store.account import Account
 from penstock.testing.codec_samples import check_decoded, sources, with_zeros
 from penstock.testing.tier_machine import wait_until
 
@@ -178,7 +178,7 @@ def test_the_target_is_charged_as_the_inner_mover_would(rig):
 
 
 def test_scratch_is_charged_once_and_given_back():
-    budget = Budget(64 * MIB)
+    budget = Account(64 * MIB)
     for nbytes in (SCRATCH, 1 * MIB, 11 * MIB + 12345):
         scratch = Scratch(nbytes, budget)
         charged = budget.used_by(OWNER)
@@ -197,7 +197,7 @@ def test_scratch_is_charged_once_and_given_back():
 
 
 def test_encoding_may_hold_half_of_the_slots():
-    scratch = Scratch(SCRATCH, Budget(MIB))
+    scratch = Scratch(SCRATCH, Account(MIB))
     held = [scratch.take(encoding=True) for _ in range(SLOTS // 2)]
     assert scratch.take(encoding=True) is None
     held += [scratch.take(encoding=False) for _ in range(SLOTS // 2)]
@@ -208,9 +208,9 @@ def test_encoding_may_hold_half_of_the_slots():
 
 def test_scratch_that_cannot_be_had():
     with pytest.raises(ConfigError, match="give at least 81920 bytes"):
-        Scratch(SCRATCH - 1, Budget(64 * MIB))
+        Scratch(SCRATCH - 1, Account(64 * MIB))
     for spare in (0, 2 * 8192, SCRATCH - 1):  # nothing, the working memory, all but a byte
-        budget = Budget(4 * MIB)
+        budget = Account(4 * MIB)
         assert budget.try_take(4 * MIB - spare, "somebody")
         with pytest.raises(BudgetError, match="give at least") as raised:
             Scratch(SCRATCH, budget)
@@ -218,12 +218,12 @@ def test_scratch_that_cannot_be_had():
         gc.collect()
         assert budget.used_by(OWNER) == 0
     with pytest.raises(BudgetError):
-        Scratch(SCRATCH, Budget(SCRATCH // 2))
+        Scratch(SCRATCH, Account(SCRATCH // 2))
 
 
 @pytest.mark.parametrize("nbytes", [SCRATCH, 1 * MIB, 16 * MIB])
 def test_pieces_are_such_that_slots_and_working_memory_suffice(nbytes):
-    scratch = Scratch(nbytes, Budget(64 * MIB))
+    scratch = Scratch(nbytes, Account(64 * MIB))
     chains = ("zero-value+exponent", "zero-value+bfloat16", "zero-value+int8")
     for name in (*registry.names(), *chains):
         codec = registry.get(name)

@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from offload_runs import arena, assert_nothing_held, assert_within_budget, same_bits
-from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.units import MIB
-from penstock.io.arena import Arena
 from penstock.io.mapping import PAGE_BYTES
 from penstock.lab import zoo
 from penstock.runtime.heap import Heap, heap_is_better
+from penstock.store.account import Account
+from penstock.store.arena import Arena
 
 KEEPS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
 @pytest.fixture
 def heap():
-    return Heap(budget=Budget(MIB, name="test"), owner="restored")
+    return Heap(budget=Account(MIB, name="test"), owner="restored")
 
 
 def used(heap):
@@ -74,7 +74,7 @@ def test_a_block_is_given_up_once(heap):
 
 
 def test_memory_that_there_is_not_is_not_charged():
-    heap = Heap(budget=Budget(1 << 60, name="test"), owner="restored")
+    heap = Heap(budget=Account(1 << 60, name="test"), owner="restored")
     with pytest.raises(MemoryError, match="no memory for"):
         heap.allocate(1 << 58)
     assert used(heap) == 0

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.core.budget import Budget
 from penstock.core.locks import Lock
 from penstock.core.units import MIB
 from penstock.observe.clock import RealClock
@@ -13,6 +12,7 @@ from penstock.observe.recorder import Recorder
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.room import Eviction
 from penstock.runtime.traffic import SAVED
+from penstock.store.account import Account
 
 ARENA = "arena"
 
@@ -21,7 +21,7 @@ class Rig:
     """A full budget: half is being written, half are idle pages of the arena."""
 
     def __init__(self, *, write_ns_per_byte, touch_ns_per_byte, timer=None):
-        self.budget = Budget(8 * MIB)
+        self.budget = Account(8 * MIB)
         assert self.budget.try_take(4 * MIB, SAVED)
         assert self.budget.try_take(4 * MIB, ARENA)
         self.trimmed = []

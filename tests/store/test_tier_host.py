@@ -9,13 +9,13 @@ from contextlib import ExitStack
 import pytest
 from tier_builders import host, outcome
 
-from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, ConfigError, NoSpaceError
 from penstock.core.units import KIB, MIB
-from penstock.io.arena import Arena
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder
 from penstock.store import HostTier
+from penstock.store.account import Account
+from penstock.store.arena import Arena
 from penstock.store.copier import Copier, CopyRange
 from penstock.testing.engines import aligned
 from penstock.testing.tier_machine import assert_equal, read, wait_until, write
@@ -61,7 +61,7 @@ class TestHostTier:
         assert tier.arena.used_bytes == 16 * 64 * KIB
 
     def test_a_memory_budget_that_is_used_up(self):
-        budget = Budget(8 * MIB, name="host")
+        budget = Account(8 * MIB, name="host")
         arena = Arena(8 * MIB, budget=budget)
         tier = HostTier(arena, capacity_bytes=8 * MIB, recorder=Recorder())
         assert budget.try_take(5 * MIB, "somebody")

@@ -5,10 +5,10 @@ import os
 from contextlib import suppress
 
 from penstock.core.units import KIB, MIB
-from penstock.io.arena import Arena
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.store import FlashTier, HostTier
+from penstock.store.arena import Arena
 
 
 def flash(stack, directories, capacity_bytes=2 * MIB, *, syscalls=None, **options):

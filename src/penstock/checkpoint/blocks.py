@@ -7,9 +7,9 @@ import ctypes
 from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.manifest import FileEntry
 from penstock.checkpoint.streams import BlockWrites, digest
-from penstock.io.arena import Block
 from penstock.io.engine import Transfer
 from penstock.io.files import DirectFile
+from penstock.store.arena import Block
 
 
 class Blocks:

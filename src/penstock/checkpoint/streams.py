@@ -30,11 +30,11 @@ from penstock.core.locks import Lock
 from penstock.core.process import ForkGuard, fork_guard
 from penstock.core.units import MIB, round_down, round_up
 from penstock.io.aio import default_engine
-from penstock.io.arena import Arena, Block
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, read_end
 from penstock.io.traffic_report import reported
 from penstock.observe.clients import CHECKPOINTS
+from penstock.store.arena import Arena, Block
 
 BUFFERS_BYTES: Final = 16 * MIB
 """Bytes in flight at once. See [Note: few buffers]."""

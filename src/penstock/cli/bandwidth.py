@@ -27,9 +27,9 @@ from penstock.core.errors import ConfigError, transfer_error
 from penstock.core.fs import check_space
 from penstock.core.units import GIB, MIB, format_bytes, round_down, round_up
 from penstock.io.aio import default_engine
-from penstock.io.arena import Arena
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, open_unlinked
+from penstock.store.arena import Arena
 
 Kind = Literal["read", "overwrite", "mixed"]
 

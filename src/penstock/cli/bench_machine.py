@@ -37,11 +37,11 @@ from penstock.core.errors import free_space_bytes
 from penstock.core.memory import physical_bytes
 from penstock.core.units import MIB, format_bandwidth, format_duration, round_down
 from penstock.io.aio import default_engine
-from penstock.io.arena import Arena
 from penstock.io.engine import Transfer
 from penstock.observe.recorder import Recorder, Stage
 from penstock.plan.machine import Machine
 from penstock.runtime import probe
+from penstock.store.arena import Arena
 from penstock.store.base import Ticket
 from penstock.store.flash import FlashTier
 from penstock.store.host import HostTier

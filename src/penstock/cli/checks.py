@@ -32,11 +32,11 @@ from penstock.core.memory import cgroup_limits, memory_sizes
 from penstock.core.units import GIB, MIB, format_bandwidth, format_bytes
 from penstock.io import cufile, numa
 from penstock.io.aio import default_engine
-from penstock.io.arena import Arena
 from penstock.io.files import open_unlinked
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
 from penstock.runtime import probe
+from penstock.store.arena import Arena
 from penstock.store.flash import FlashTier
 
 LEAST_PYTHON: Final = (3, 11)

@@ -23,11 +23,11 @@ from penstock.data.group import SampleGroup
 from penstock.data.index import ABSENT, Index
 from penstock.data.scan import scan
 from penstock.io.aio import default_engine
-from penstock.io.arena import Arena
 from penstock.io.engine import Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, DirectFile, open_path
 from penstock.io.traffic_report import reported
 from penstock.observe.clients import DATA
+from penstock.store.arena import Arena
 
 _BLOCK_BYTES: Final = 4 << 20
 

@@ -28,9 +28,9 @@ from penstock.data.rates import DatasetRates
 from penstock.data.reader import GROUP_PART, Reader
 from penstock.data.ring import ByteRing
 from penstock.io.aio import default_engine
-from penstock.io.arena import Arena
 from penstock.io.engine import Engine
 from penstock.io.mapping import PAGE_BYTES
+from penstock.store.arena import Arena
 
 CHUNK_BYTES: Final = 128 << 10
 """Random reads of this length are about as fast as sequential ones."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import BudgetError
 from penstock.core.units import format_bytes
-from penstock.io.arena import Arena
 from penstock.optim.layout import Tile
+from penstock.store.arena import Arena
 
 
 class BufferPhase(enum.Enum):

@@ -14,7 +14,6 @@ from torch import Tensor
 from penstock.core.errors import TransferError
 from penstock.core.locks import Lock
 from penstock.core.units import MIB, round_up
-from penstock.io.arena import Arena
 from penstock.io.engine import Engine, Transfer
 from penstock.io.traffic_report import reported
 from penstock.observe.clients import GRADIENTS
@@ -23,6 +22,7 @@ from penstock.optim.away import discard_all
 from penstock.optim.layout import ParameterPiece, Tile
 from penstock.optim.params import Param
 from penstock.staging import copy_across, ready_event
+from penstock.store.arena import Arena
 from penstock.store.base import Ticket
 from penstock.store.flash import FlashTier
 

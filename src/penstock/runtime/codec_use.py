@@ -17,7 +17,6 @@ from typing import Final
 
 from penstock.codec import registry
 from penstock.codec.base import Fidelity
-from penstock.core.budget import Budget
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.units import format_bytes
 from penstock.observe.recorder import Recorder
@@ -29,6 +28,7 @@ from penstock.runtime.known_passes import was_sampled
 from penstock.runtime.passes import Pass
 from penstock.runtime.shortage import Shortage
 from penstock.runtime.stores import LEAST_CODEC_BUDGET_BYTES
+from penstock.store.account import Account
 
 RATIO_DRIFT: Final = 0.15
 """Share of the encoded source bytes by which what they took may differ from what was foreseen."""
@@ -63,7 +63,7 @@ class CodecUse:
         self._sampled_passes = 0
         self._sample_again = False
 
-    def begin(self, budget: Budget, *, planned: bool) -> int:
+    def begin(self, budget: Account, *, planned: bool) -> int:
         """Take what a codec that is to be used everywhere needs, before anything is saved.
 
         Args:

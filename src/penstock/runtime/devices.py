@@ -21,9 +21,9 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.locks import Lock
 from penstock.runtime.executor import Executor
+from penstock.store.account import Account
 
 
 class Devices:
@@ -54,7 +54,7 @@ class Devices:
         found = self.all.get(tensor.device)
         return self._of(tensor.device) if found is None else found
 
-    def budget_of(self, device: torch.device) -> Budget:
+    def budget_of(self, device: torch.device) -> Account:
         """Return the account of a device's memory."""
         return self._of(device).budget
 

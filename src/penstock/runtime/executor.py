@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.codec import registry
-from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, RestoreError
 from penstock.core.process import fork_guard
 from penstock.observe.recorder import Recorder, Stage, StallCause
@@ -32,6 +31,7 @@ from penstock.runtime.sharing import attach, is_enough, keeps_signs
 from penstock.runtime.small import SmallStorages
 from penstock.runtime.traffic import SAVED, Traffic, in_memory, is_settled
 from penstock.runtime.weak import TensorRef
+from penstock.store.account import Account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Executor:
     def __init__(
         self,
         *,
-        budget: Budget,
+        budget: Account,
         tiers: dict[str, Tier],
         mover: Mover,
         planner: Planner,

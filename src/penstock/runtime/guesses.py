@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from penstock.core.budget import Budget
 from penstock.plan.machine import Budgets
 from penstock.plan.plan import Action, Decision
 from penstock.plan.profile import CodecSample
 from penstock.plan.slots import SlotKey
 from penstock.runtime.sampling import POSITIVE
+from penstock.store.account import Account
 
 SHORTER: Final = 0.9
 """A guess is encoded if that leaves at most so much of its bytes."""
@@ -32,7 +32,7 @@ class Guesses:
         crowded: Whether half of that tier was given away in this pass.
     """
 
-    def __init__(self, policy: str, budgets: Budgets, budget: Budget) -> None:
+    def __init__(self, policy: str, budgets: Budgets, budget: Account) -> None:
         """For one planner; ``budget`` is the device's, as it is used."""
         self.tier = "flash" if budgets.flash_bytes else "host"
         self._room_bytes = budgets.flash_bytes or budgets.host_bytes

@@ -25,12 +25,12 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.core import knobs
-from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
 from penstock.core.process import fork_guard
 from penstock.core.units import GIB, round_up
 from penstock.io.mapping import PAGE_BYTES
+from penstock.store.account import Account
 
 _KEEPS: Final = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 """Environment variables that glibc reads when the process starts."""
@@ -104,7 +104,7 @@ class Heap:
 
     touch_ns_per_byte: Final = 0.0
 
-    def __init__(self, *, budget: Budget, owner: str) -> None:
+    def __init__(self, *, budget: Account, owner: str) -> None:
         """Hold nothing yet.
 
         Args:

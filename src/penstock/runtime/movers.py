@@ -23,12 +23,12 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.units import KIB, round_up
-from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
 from penstock.runtime.heap import Heap, HeapBlock, heap_is_better
+from penstock.store.account import Account
+from penstock.store.arena import Arena, Block
 from penstock.store.base import Tier
 
 RESTORED = "restored"
@@ -116,7 +116,7 @@ class Mover(ABC):
         """Return a context for work on ``device`` that is put off: its stream is the one of now."""
         return nullcontext
 
-    def account(self, budget_of: Callable[[torch.device], Budget]) -> None:  # noqa: B027  (as above)
+    def account(self, budget_of: Callable[[torch.device], Account]) -> None:  # noqa: B027  (as above)
         """From now on device memory is charged to the account of its device."""
 
     def made(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (only some devices need it)
@@ -188,7 +188,7 @@ class CpuMover(Mover):
         memory: What comes back goes there: an arena, or the heap ([Note: heap or arena]).
     """
 
-    def __init__(self, *, budget: Budget) -> None:
+    def __init__(self, *, budget: Account) -> None:
         """Take nothing yet; an arena is charged to ``budget`` page by page, as it is first touched.
 
         Its address space is twice the budget, so that fragmentation costs addresses and not memory.

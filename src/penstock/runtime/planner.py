@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
 from penstock.core.locks import Lock
 from penstock.observe.counters import PLANS, UNKNOWN
@@ -47,6 +46,7 @@ from penstock.runtime.loaders import Loaders
 from penstock.runtime.movers import Encoding
 from penstock.runtime.passes import INPUT, Pass
 from penstock.runtime.residency import SlotRecord
+from penstock.store.account import Account
 
 DEMAND: Final = "demand"
 """Why there is a new plan: data loaders read more of flash, or less, than the one before left them."""
@@ -89,7 +89,7 @@ class Planner:
         policy: str,
         machine: Machine,
         budgets: Budgets,
-        budget: Budget,
+        budget: Account,
         floor_bytes: int,
         recorder: Recorder,
         device: str,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeAlias
 
-from penstock.core.budget import Budget
 from penstock.core.units import MIB
-from penstock.io.arena import Arena
 from penstock.io.engine import Priority
 from penstock.plan.machine import Machine
+from penstock.store.account import Account
+from penstock.store.arena import Arena
 from penstock.store.base import Ticket, Tier
 
 PROBE_BYTES = 16 * MIB
@@ -26,7 +26,7 @@ Lend: TypeAlias = Callable[[int], AbstractContextManager[int]]
 @contextmanager
 def host_memory(nbytes: int) -> Iterator[int]:
     """Memory as transfers use it."""
-    arena = Arena(2 * nbytes, budget=Budget(2 * nbytes, name="probe"))
+    arena = Arena(2 * nbytes, budget=Account(2 * nbytes, name="probe"))
     block = arena.allocate(nbytes)
     assert block is not None
     try:

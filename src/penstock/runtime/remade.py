@@ -14,9 +14,9 @@ from typing import Final
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.locks import defer
 from penstock.runtime.weak import TensorRef
+from penstock.store.account import Account
 
 REMADE: Final = "recomputed"
 """Owner, in the device budget, of storages that are made again."""
@@ -25,7 +25,7 @@ REMADE: Final = "recomputed"
 class Remaking:
     """The memory of one module that is being run again. Take it first; ``close`` it when it has run."""
 
-    def __init__(self, nbytes: int, *, take: Callable[[int], None], budget: Budget) -> None:
+    def __init__(self, nbytes: int, *, take: Callable[[int], None], budget: Account) -> None:
         """Take ``nbytes`` by ``take``, which waits for room. Raises BudgetError if there can be none."""
         self._take = take
         self._budget = budget

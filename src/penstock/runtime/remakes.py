@@ -14,7 +14,6 @@ from typing import Final, Protocol
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.errors import HookError
 from penstock.core.locks import Lock
 from penstock.observe.recorder import Recorder, Stage
@@ -24,6 +23,7 @@ from penstock.runtime.residency import Residency, SavedStorage
 from penstock.runtime.room import Eviction
 from penstock.runtime.traffic import Traffic, in_memory, withdraw
 from penstock.runtime.weak import TensorRef
+from penstock.store.account import Account
 
 _ADVICE: Final = "give recompute=False, or a plan that does not make it again"
 
@@ -68,7 +68,7 @@ class Remakes:
     """
 
     def __init__(
-        self, *, traffic: Traffic, room: Eviction, budget: Budget, recorder: Recorder
+        self, *, traffic: Traffic, room: Eviction, budget: Account, recorder: Recorder
     ) -> None:
         """For one executor."""
         self.maker: Maker | None = None

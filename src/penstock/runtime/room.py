@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from penstock.core.budget import Budget
 from penstock.core.errors import BudgetError
 from penstock.core.units import format_bytes, round_up
 from penstock.io.mapping import HUGE_PAGE_BYTES
@@ -34,6 +33,7 @@ from penstock.runtime.traffic import (
     session_closed,
     strip,
 )
+from penstock.store.account import Account
 
 _COMPILED: Final = "OptimizedModule"
 """Class name of `torch.compile(model)`, and so the name of what it saves."""
@@ -56,7 +56,7 @@ class Eviction:
     def __init__(
         self,
         *,
-        budget: Budget,
+        budget: Account,
         traffic: Traffic,
         recorder: Recorder,
         promote_kept: Callable[[], None],

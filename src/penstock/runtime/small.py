@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.locks import Lock
 from penstock.core.process import fork_guard
 from penstock.core.units import KIB, round_up
 from penstock.runtime.traffic import SMALL
 from penstock.runtime.weak import TensorRef
+from penstock.store.account import Account
 
 if TYPE_CHECKING:
     from penstock.runtime.passes import Pass
@@ -43,7 +43,7 @@ class SmallStorages:
     """
 
     def __init__(
-        self, *, budget: Budget, room: Eviction, lock: Lock, current_pass: Callable[[], Pass]
+        self, *, budget: Account, room: Eviction, lock: Lock, current_pass: Callable[[], Pass]
     ) -> None:
         """Count nothing yet.
 

@@ -14,18 +14,18 @@ import torch
 
 from penstock.codec import registry
 from penstock.core import knobs
-from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import BudgetError, ConfigError, free_space_bytes
 from penstock.core.units import GIB, MIB, format_bytes, round_down
 from penstock.io.aio import default_engine
-from penstock.io.arena import Arena
 from penstock.io.engine import Engine
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
 from penstock.runtime.movers import CpuMover, Mover, page_slack_bytes
 from penstock.runtime.probe import measure
 from penstock.runtime.sampling import CodecSampler, Sampler
+from penstock.store.account import Account
+from penstock.store.arena import Arena
 from penstock.store.base import Tier
 from penstock.store.flash import FlashTier
 from penstock.store.host import HostTier
@@ -59,7 +59,7 @@ class Stores:
         self,
         config: OffloadConfig,
         *,
-        budget: Budget,
+        budget: Account,
         recorder: Recorder,
         device: torch.device,
         wrap_tier: Callable[[Tier], Tier] | None = None,
@@ -110,7 +110,7 @@ class Stores:
         engine = self._engine
         return None if engine is None or engine.spec.gpu_direct else engine
 
-    def allowance(self, device: torch.device, budget: Budget) -> Allowance | None:
+    def allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Return what finds the limit of a device's ``budget``.
 
         ``None``: the memory is the host's, or torch does not tell how much there is.
@@ -121,7 +121,7 @@ class Stores:
         """Make what measures codecs on storages of the mover's device."""
         return Sampler() if self._accelerator is None else self._accelerator.make_sampler()
 
-    def open_codecs(self, budget: Budget, device_bytes: int) -> int:
+    def open_codecs(self, budget: Account, device_bytes: int) -> int:
         """Let the mover encode, from now on.
 
         Args:
@@ -216,7 +216,7 @@ class Stores:
 
     def _open_mover(self, config: OffloadConfig) -> tuple[Mover, Arena | None]:
         """The mover, and what the host tier's bytes rest in, if there is one."""
-        host = Budget(
+        host = Account(
             config.host_bytes,
             name="host",
             on_change=partial(self._recorder.level, "host"),

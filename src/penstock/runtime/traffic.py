@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import (
     ClosedError,
@@ -31,6 +30,7 @@ from penstock.runtime.movers import Encoding, Mover
 from penstock.runtime.planner import Planner
 from penstock.runtime.residency import Residency, SavedStorage
 from penstock.runtime.weak import TensorRef
+from penstock.store.account import Account
 from penstock.store.base import Tier
 
 SAVED = "saved"
@@ -66,7 +66,7 @@ class Traffic:
     def __init__(
         self,
         *,
-        budget: Budget,
+        budget: Account,
         tiers: dict[str, Tier],
         mover: Mover,
         planner: Planner,

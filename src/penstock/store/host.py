@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from penstock.core.errors import ConfigError, NoSpaceError
 from penstock.core.locks import Lock, defer
 from penstock.core.units import format_bytes, round_down, round_up
-from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import PAGE_BYTES
 from penstock.observe.recorder import Recorder
+from penstock.store.arena import Arena, Block
 from penstock.store.base import Tier, TierSpec
 from penstock.store.copier import Copier, CopyRange
 

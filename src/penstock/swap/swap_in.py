@@ -13,11 +13,11 @@ import torch
 from penstock.core.errors import PenstockError
 from penstock.core.units import round_up
 from penstock.io import pages as memory
-from penstock.io.arena import Arena, Block
 from penstock.io.engine import Transfer
 from penstock.io.pages import PageRange
 from penstock.io.prefault import Prefault
 from penstock.staging import bytes_of, copy_across, ready_event
+from penstock.store.arena import Arena, Block
 from penstock.store.base import Tier
 from penstock.swap.recall import Recall
 from penstock.swap.write_batch import (

@@ -17,10 +17,10 @@ from contextlib import closing
 
 import torch
 
-from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority
 from penstock.io.pages import PageRange, around, huge_pages_within
 from penstock.staging import bytes_of, copy_across, ready_event
+from penstock.store.arena import Arena, Block
 from penstock.store.base import Ticket, Tier
 from penstock.swap.write_batch import (
     BUFFER_BYTES,

@@ -47,9 +47,9 @@ def _memory(_: str) -> Callable[[], None]:
 
 def _io(folder: str) -> Callable[[], None]:
     from penstock.io.aio import default_engine  # noqa: PLC0415
-    from penstock.io.arena import Arena  # noqa: PLC0415
     from penstock.io.engine import Request  # noqa: PLC0415
     from penstock.io.files import open_unlinked  # noqa: PLC0415
+    from penstock.store.arena import Arena  # noqa: PLC0415
 
     file, engine = open_unlinked(folder), default_engine()
     file.preallocate(_IO_BYTES)

@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
 from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.exclusions import ProtectedStorages
@@ -29,6 +28,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.movers import CpuMover
 from penstock.runtime.planner import Planner
 from penstock.runtime.residency import SavedStorage
+from penstock.store.account import Account
 
 _NEED_INTERVAL_NS: Final = 1
 """Time between two needs of one autograd node, which happen at once; it preserves their order."""
@@ -59,7 +59,7 @@ class DryCapture:
         )
         self.backwards = 0
         recorder = Recorder(clock=clock, event_bytes=0)
-        budget = Budget(UNLIMITED, name="dry profile")
+        budget = Account(UNLIMITED, name="dry profile")
         self._mover = CpuMover(budget=budget)
         self._planner = Planner(
             policy="keep",

@@ -18,12 +18,10 @@ from typing import Final
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError
 from penstock.core.memory import physical_bytes
 from penstock.core.units import GIB, MIB, format_bytes, round_down
-from penstock.io.arena import Arena
 from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
@@ -36,6 +34,8 @@ from penstock.runtime.cuda.timing import DeviceTimer
 from penstock.runtime.movers import Mover
 from penstock.runtime.probe import host_memory, measure
 from penstock.runtime.sampling import CodecSampler
+from penstock.store.account import Account
+from penstock.store.arena import Arena
 from penstock.store.base import Tier
 
 LEAST_STAGING_BYTES: Final = 64 * MIB
@@ -52,7 +52,7 @@ class Accelerator:
         timer: Of the session's device, and of others as they appear.
     """
 
-    def __init__(self, device: torch.device, *, budget: Budget, recorder: Recorder) -> None:
+    def __init__(self, device: torch.device, *, budget: Account, recorder: Recorder) -> None:
         """Make the link.
 
         Args:
@@ -73,7 +73,7 @@ class Accelerator:
         assert self._mover is not None, "open_mover comes first"
         return self._mover
 
-    def allowance(self, device: torch.device, budget: Budget) -> Allowance | None:
+    def allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Return what finds the limit of a device's ``budget``; None if torch tells no figures."""
         usable_bytes = self.link.usable_bytes(device)
         if usable_bytes is None:
@@ -92,7 +92,7 @@ class Accelerator:
         return partial(encoding.DeviceEncodingMover, link=self.link)
 
     def open_mover(
-        self, config: OffloadConfig, host: Budget, flash: Tier | None
+        self, config: OffloadConfig, host: Account, flash: Tier | None
     ) -> tuple[Mover, Arena | None]:
         """Take and pin host memory, and open the mover over it.
 

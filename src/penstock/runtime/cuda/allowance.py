@@ -24,7 +24,7 @@
 
     Other never falls, or plans would change to and fro. What was high once (algorithms that were tried
     for ``torch.backends.cudnn.benchmark``) stays so, and ``device_memory`` is then better given. The
-    limit is an estimate: it is exceeded rather than that anything fails for it (``Budget.advisory``).
+    limit is an estimate: it is exceeded rather than that anything fails for it (``Account.advisory``).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from typing import Final
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.units import format_bytes
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.link import Link
+from penstock.store.account import Account
 
 RESERVE_SHARE: Final = 16
 """The part of what is usable that is left free."""
@@ -55,7 +55,7 @@ class Allowance:
         device: torch.device,
         usable_bytes: int,
         *,
-        budget: Budget,
+        budget: Account,
         recorder: Recorder,
     ) -> None:
         """Limit ``budget`` to half of what is left now; nothing is charged to it yet."""

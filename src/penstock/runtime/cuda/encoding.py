@@ -41,7 +41,6 @@ import torch
 from penstock.codec.base import Codec
 from penstock.codec.device import FORMS
 from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_bytes
-from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
@@ -53,6 +52,7 @@ from penstock.runtime.encoding.mover import AnyEncodingMover
 from penstock.runtime.encoding.scratch import ScratchSlots
 from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.staging import bytes_of
+from penstock.store.account import Account
 from penstock.store.base import Tier
 
 _SLOTS: Final = 4
@@ -79,7 +79,7 @@ class DeviceScratch(ScratchSlots):
         frames: What memory for frames that come back is charged to: the slots, charged already.
     """
 
-    def __init__(self, nbytes: int, budget: Budget) -> None:
+    def __init__(self, nbytes: int, budget: Account) -> None:
         """Take ``nbytes`` from ``budget``, at once.
 
         Raises:
@@ -87,7 +87,7 @@ class DeviceScratch(ScratchSlots):
             BudgetError: The budget has not so much left.
         """
         super().__init__(nbytes, budget, slots=_SLOTS, parts=_PARTS)
-        self.frames = Budget(_SLOTS * self.slot_bytes, name="frames")
+        self.frames = Account(_SLOTS * self.slot_bytes, name="frames")
         self._free = [FrameSlot() for _ in range(_SLOTS)]
 
     def _charged_bytes(self) -> int:
@@ -234,7 +234,7 @@ class DeviceEncodingMover(AnyEncodingMover[CudaMover, CudaTarget]):
         *,
         link: Link,
         scratch_bytes: int,
-        budget: Budget,
+        budget: Account,
         recorder: Recorder,
     ) -> None:
         """Wrap ``inner``, which from now on belongs to this mover.

@@ -23,7 +23,6 @@ from torch import Tensor
 from penstock.codec.base import HEADER_BYTES, ITEMSIZE
 from penstock.codec.device import FORMS
 from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_bytes
-from penstock.core.budget import Budget
 from penstock.core.units import KIB, MIB
 from penstock.plan.encoding import MARGIN
 from penstock.plan.profile import CodecSample
@@ -31,6 +30,7 @@ from penstock.runtime.cuda.link import Link
 from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.sampling import STRETCH_BYTES, chosen_codecs, stretches
 from penstock.staging import bytes_of
+from penstock.store.account import Account
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class DeviceSampler:
             were measured.
     """
 
-    def __init__(self, link: Link, budget: Budget) -> None:
+    def __init__(self, link: Link, budget: Account) -> None:
         """Know nothing yet.
 
         Args:

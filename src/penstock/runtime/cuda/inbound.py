@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
 from penstock.io.engine import Priority, Transfer
@@ -19,6 +18,7 @@ from penstock.runtime.cuda.pinned import PinnedBlock, Slab, Waiting
 from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill, Where
 from penstock.runtime.movers import RESTORED
+from penstock.store.account import Account
 from penstock.store.base import Ticket
 
 
@@ -58,7 +58,7 @@ class Inbound:
         table: StreamTable,
         lanes: CopyLanes,
         recorder: Recorder,
-        budget: Budget,
+        budget: Account,
         staging: Slab | None,
     ) -> None:
         """Restore nothing yet.
@@ -77,14 +77,14 @@ class Inbound:
         self._lock = lock
         self._lanes = lanes
         self._recorder = recorder
-        self.budget_of: Callable[[torch.device], Budget] = lambda device: budget
+        self.budget_of: Callable[[torch.device], Account] = lambda device: budget
         self._staging = staging
         self._table = table
 
     # -- targets ----------------------------------------------------------------------------------
 
     def allocate(
-        self, ticket: CudaTicket, *, force: bool, budget: Budget | None = None
+        self, ticket: CudaTicket, *, force: bool, budget: Account | None = None
     ) -> CudaTarget | None:
         """Memory on the current stream of the ticket's device, charged until the storage dies."""
         nbytes, device = ticket.nbytes, ticket.device

@@ -53,7 +53,6 @@ from typing import ClassVar, Final
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, HookError, NoSpaceError, TransferError
 from penstock.core.locks import Lock, defer
 from penstock.core.process import fork_guard
@@ -68,6 +67,7 @@ from penstock.runtime.cuda.pinned import PinnedBlock, Slab
 from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
 from penstock.runtime.movers import RESTORED, Encoding, Mover
+from penstock.store.account import Account
 from penstock.store.base import Tier
 
 PROBE_BYTES: Final = 64 * MIB
@@ -88,7 +88,7 @@ class CudaMover(Mover):
         self,
         *,
         device: torch.device,
-        budget: Budget,
+        budget: Account,
         recorder: Recorder,
         link: Link,
         staging: Slab | None,
@@ -197,7 +197,7 @@ class CudaMover(Mover):
     # -- back -------------------------------------------------------------------------------------
 
     def allocate(
-        self, ticket: CudaTicket, *, force: bool = False, budget: Budget | None = None
+        self, ticket: CudaTicket, *, force: bool = False, budget: Account | None = None
     ) -> CudaTarget | None:
         """Memory on the ticket's device, allocated on the current stream.
 
@@ -249,7 +249,7 @@ class CudaMover(Mover):
         """A context, to be entered once, in which the stream that is current now is the current one."""
         return partial(self._link.within, self._link.current_stream(device))
 
-    def account(self, budget_of: Callable[[torch.device], Budget]) -> None:
+    def account(self, budget_of: Callable[[torch.device], Account]) -> None:
         """From now on restored storages are charged to the account of their device."""
         self._in.budget_of = budget_of
 

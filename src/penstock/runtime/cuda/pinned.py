@@ -17,16 +17,16 @@ from typing import Final
 
 import torch
 
-from penstock.core.budget import Budget
 from penstock.core.errors import ConfigError
 from penstock.core.locks import condition
 from penstock.core.units import format_bytes, round_up
 from penstock.io import numa
-from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority
 from penstock.io.mapping import PAGE_BYTES
 from penstock.runtime.cuda.lanes import StartThread, start_daemon
 from penstock.runtime.cuda.link import Link
+from penstock.store.account import Account
+from penstock.store.arena import Arena, Block
 
 PATIENCE_S: Final = 60.0
 _never_freed: Final[list[Arena]] = []
@@ -80,7 +80,7 @@ class Slab:
         *,
         link: Link,
         device: torch.device,
-        budget: Budget,
+        budget: Account,
         name: str,
         start_thread: StartThread = start_daemon,
     ) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from penstock.codec import registry
 from penstock.codec.base import ITEMSIZE, Codec
-from penstock.core.budget import Budget
 from penstock.core.locks import defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
@@ -21,6 +20,7 @@ from penstock.runtime.encoding.scratch import Scratch, ScratchSlots
 from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.runtime.encoding.worker import CodecWorker
 from penstock.runtime.movers import BlockTarget, CpuMover, Encoding, Mover
+from penstock.store.account import Account
 from penstock.store.base import Tier, Window
 
 InnerT = TypeVar("InnerT", bound=Mover)
@@ -198,7 +198,7 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
         """As the inner mover."""
         return self.inner.here(device)
 
-    def account(self, budget_of: Callable[[torch.device], Budget]) -> None:
+    def account(self, budget_of: Callable[[torch.device], Account]) -> None:
         """As the inner mover; scratch memory is the session's own device's."""
         self.inner.account(budget_of)
 
@@ -243,7 +243,7 @@ class EncodingMover(AnyEncodingMover[CpuMover, BlockTarget]):
     """
 
     def __init__(
-        self, inner: CpuMover, *, scratch_bytes: int, budget: Budget, recorder: Recorder
+        self, inner: CpuMover, *, scratch_bytes: int, budget: Account, recorder: Recorder
     ) -> None:
         """Wrap ``inner``, which from now on belongs to this mover.
 

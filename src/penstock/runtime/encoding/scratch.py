@@ -26,13 +26,13 @@ import weakref
 from typing import Any, Final
 
 from penstock.codec.base import Bytes, Codec
-from penstock.core.budget import Budget
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.locks import defer
 from penstock.core.process import ForkGuard, fork_guard
 from penstock.core.units import round_down
-from penstock.io.arena import Arena
 from penstock.io.mapping import PAGE_BYTES
+from penstock.store.account import Account
+from penstock.store.arena import Arena
 
 SCRATCH: Final = "scratch"
 """Owner, in the device budget, of the memory that encoding works in."""
@@ -62,7 +62,7 @@ class ScratchSlots:
         working_bytes: What a codec may allocate.
     """
 
-    def __init__(self, nbytes: int, budget: Budget, *, slots: int, parts: int) -> None:
+    def __init__(self, nbytes: int, budget: Account, *, slots: int, parts: int) -> None:
         """Share ``nbytes`` out, and charge what codecs work in.
 
         Args:
@@ -135,7 +135,7 @@ class ScratchSlots:
 class Scratch(ScratchSlots):
     """Slots in host memory. See [Note: scratch]."""
 
-    def __init__(self, nbytes: int, budget: Budget) -> None:
+    def __init__(self, nbytes: int, budget: Account) -> None:
         """Take at most ``nbytes`` from ``budget``, at once.
 
         Raises:
@@ -155,12 +155,12 @@ class Scratch(ScratchSlots):
         self._free = [Slot(memory[i * size : (i + 1) * size]) for i in range(SLOTS)]
 
 
-def _give(budget: Budget, nbytes: int, guard: ForkGuard) -> None:
+def _give(budget: Account, nbytes: int, guard: ForkGuard) -> None:
     if not guard.in_child:  # in a forked child the lock's holder did not come along
         budget.free(nbytes, SCRATCH)
 
 
-def _refused(nbytes: int, budget: Budget) -> BudgetError:
+def _refused(nbytes: int, budget: Account) -> BudgetError:
     least = budget.used_bytes + nbytes
     return BudgetError(
         f"the {budget.name} budget of {budget.limit_bytes} bytes has {budget.free_bytes} left, and"

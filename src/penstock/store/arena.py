@@ -23,7 +23,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
 from penstock.core.process import fork_guard
@@ -31,6 +30,7 @@ from penstock.core.units import format_bytes, round_down, round_up
 from penstock.io import numa
 from penstock.io.extents import ExtentAllocator
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping
+from penstock.store.account import Account
 
 _LATEST_WEIGHT: Final = 0.25
 """Weight of the latest sample in the running mean of the time of a first touch."""
@@ -113,7 +113,7 @@ class Arena:
         self,
         capacity_bytes: int,
         *,
-        budget: Budget | None = None,
+        budget: Account | None = None,
         owner: str = "arena",
         node: int | None = None,
     ) -> None:
@@ -435,7 +435,7 @@ class Arena:
             raise self._guard.error(repr(self), "make one here")
 
 
-def _usable(capacity_bytes: int, budget: Budget | None) -> int:
+def _usable(capacity_bytes: int, budget: Account | None) -> int:
     usable = capacity_bytes
     if budget is not None and budget.limit_bytes < capacity_bytes:
         usable -= (capacity_bytes - budget.limit_bytes) % HUGE_PAGE_BYTES

@@ -15,7 +15,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
 
 
-class Budget:
+class Account:
     """Bytes of one memory, by owner. Thread-safe.
 
     Attributes:

@@ -16,13 +16,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, ConfigError, TransferError
 from penstock.core.locks import Lock
 from penstock.core.units import MIB
 from penstock.io import mapping
-from penstock.io.arena import Arena, BlockState
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping
+from penstock.store.account import Account
+from penstock.store.arena import Arena, BlockState
 from penstock.testing.engines import run_in_fork
 
 torch = pytest.importorskip("torch")
@@ -103,7 +103,7 @@ def vm_flags(address):
 
 
 def test_the_budget_is_charged_before_the_first_touch_and_by_pages():
-    budget = Budget(6 * MIB)
+    budget = Account(6 * MIB)
     arena = Arena(64 * MIB, budget=budget, owner="buffers")
     first = arena.allocate(MIB)
     assert (budget.used_by("buffers"), budget.used_bytes) == (2 * MIB, 2 * MIB)
@@ -122,7 +122,7 @@ def test_the_budget_is_charged_before_the_first_touch_and_by_pages():
 @pytest.mark.parametrize("limit", [4096, MIB, 5 * MIB, 5 * MIB + 4096, 7 * MIB - 1])
 @pytest.mark.parametrize("capacity", [8 * MIB, 9 * MIB + 5, 64 * MIB])
 def test_an_odd_budget_can_be_used_to_the_last_page(limit, capacity):
-    budget = Budget(limit)
+    budget = Account(limit)
     arena = Arena(capacity, budget=budget)
     most = limit // 4096 * 4096
     assert arena.allocate(most + 1) is None
@@ -147,7 +147,7 @@ def test_an_odd_capacity_is_rounded_down_to_pages(capacity):
 @pytest.mark.parametrize(("capacity", "limit"), [(0, None), (4095, None), (-1, None), (MIB, 4095)])
 def test_an_arena_without_a_page(capacity, limit):
     with pytest.raises(ConfigError, match="does not hold one page"):
-        Arena(capacity, budget=None if limit is None else Budget(limit))
+        Arena(capacity, budget=None if limit is None else Account(limit))
 
 
 def test_senseless_blocks(arena):
@@ -215,7 +215,7 @@ def test_growth_starts_or_ends_in_a_warm_page_amid_cold_ones():
 
 
 def test_a_refusal_changes_nothing():
-    budget = Budget(6 * MIB)
+    budget = Account(6 * MIB)
     arena = Arena(16 * MIB, budget=budget)
     held, idle = arena.allocate(2 * MIB), arena.allocate(2 * MIB)
     idle.free()
@@ -235,7 +235,7 @@ def test_idle_pages_elsewhere_pay_for_new_ones(request, means):
     """Fragmentation costs a remapping, not a refusal."""
     if means == "exchange":
         request.getfixturevalue("cannot_move")
-    budget = Budget(8 * MIB)
+    budget = Account(8 * MIB)
     arena = Arena(32 * MIB, budget=budget)
     blocks = [arena.allocate(2 * MIB) for _ in range(4)]
     blocks[0].free()
@@ -249,7 +249,7 @@ def test_idle_pages_elsewhere_pay_for_new_ones(request, means):
 
 
 def test_pages_of_two_lengths_are_exchanged_exactly():
-    budget = Budget(3 * MIB)
+    budget = Account(3 * MIB)
     arena = Arena(3 * MIB, budget=budget)  # a page of 2 MiB and one of 1 MiB
     whole = arena.allocate(2 * MIB)
     whole.free()
@@ -273,7 +273,7 @@ def can_move():
 @pytest.mark.skipif(not can_move(), reason="this kernel does not move pages")
 def test_idle_pages_elsewhere_are_moved_and_not_zeroed(monkeypatch):
     """New pages of zeros are what a first touch costs: fragmentation must not need any."""
-    budget = Budget(9 * MIB)
+    budget = Account(9 * MIB)
     arena = Arena(32 * MIB, budget=budget)
     blocks = [arena.allocate(2 * MIB) for _ in range(4)]
     for value, block in enumerate(blocks):
@@ -306,7 +306,7 @@ def test_idle_pages_elsewhere_are_moved_and_not_zeroed(monkeypatch):
 @pytest.mark.skipif(not can_move(), reason="this kernel does not move pages")
 def test_moved_pages_are_for_direct_transfers_as_any_other(tmp_path):
     """A page that was moved is written to and read from by address, as the engine does."""
-    arena = Arena(16 * MIB, budget=Budget(8 * MIB))
+    arena = Arena(16 * MIB, budget=Account(8 * MIB))
     blocks = [arena.allocate(2 * MIB) for _ in range(4)]
     blocks[0].free()
     blocks[2].free()
@@ -323,9 +323,9 @@ def test_moved_pages_are_for_direct_transfers_as_any_other(tmp_path):
 
 def test_a_large_arena_moves_nothing(monkeypatch):
     """Each moved page may be a mapping of its own, and a process may have only so many."""
-    monkeypatch.setattr("penstock.io.arena._MAX_PAGES_TO_MOVE", 7)
+    monkeypatch.setattr("penstock.store.arena._MAX_PAGES_TO_MOVE", 7)
     monkeypatch.setattr(Mapping, "move_page", lambda *_: pytest.fail("moved"))
-    arena = Arena(16 * MIB, budget=Budget(8 * MIB))
+    arena = Arena(16 * MIB, budget=Account(8 * MIB))
     blocks = [arena.allocate(2 * MIB) for _ in range(4)]
     blocks[0].free()
     blocks[2].free()
@@ -335,11 +335,11 @@ def test_a_large_arena_moves_nothing(monkeypatch):
 
 @pytest.mark.usefixtures("cannot_move")
 def test_exchange_when_another_owner_is_quicker(monkeypatch):
-    budget = Budget(6 * MIB)
+    budget = Account(6 * MIB)
     arena = Arena(16 * MIB, budget=budget)
     blocks = [arena.allocate(2 * MIB) for _ in range(2)]
     blocks[0].free()
-    real = Budget.try_take
+    real = Account.try_take
     calls = []
 
     def quicker(self, nbytes, owner):
@@ -348,7 +348,7 @@ def test_exchange_when_another_owner_is_quicker(monkeypatch):
             assert real(self, 2 * MIB, "other")
         return real(self, nbytes, owner)
 
-    monkeypatch.setattr(Budget, "try_take", quicker)
+    monkeypatch.setattr(Account, "try_take", quicker)
     # two pages more than fit: one is free, one is idle, and the free one goes to the other owner
     assert arena.allocate(6 * MIB) is None
     assert arena.allocate(4 * MIB) is None
@@ -389,7 +389,7 @@ def test_trim_leaves_the_content_of_blocks(arena):
 
 def test_a_waiter_is_told_when_a_block_returns():
     """No byte of the budget is released, yet the waiter's block may fit now."""
-    budget = Budget(2 * MIB)
+    budget = Account(2 * MIB)
     arena = Arena(2 * MIB, budget=budget)
     block, got = arena.allocate(2 * MIB), []
     waiting = threading.Event()
@@ -509,7 +509,7 @@ def test_a_block_in_a_cycle_returns_by_the_collector(arena):
 
 
 def test_close_waits_for_the_last_block():
-    budget = Budget(8 * MIB)
+    budget = Account(8 * MIB)
     arena = Arena(8 * MIB, budget=budget)
     block, array = arena.allocate(MIB), arena.allocate(MIB).lend(0, MIB)
     arena.close()
@@ -543,7 +543,7 @@ def test_a_dropped_arena_lives_as_long_as_its_blocks():
 
 
 def test_pretouch_makes_everything_resident_for_good():
-    budget = Budget(6 * MIB)
+    budget = Account(6 * MIB)
     arena = Arena(5 * MIB, budget=budget)
     block = arena.allocate(4096)
     fill(block, 9)
@@ -556,7 +556,7 @@ def test_pretouch_makes_everything_resident_for_good():
 
 
 def test_pretouch_beyond_the_budget_changes_nothing():
-    budget = Budget(6 * MIB)
+    budget = Account(6 * MIB)
     arena = Arena(8 * MIB, budget=budget)
     assert budget.try_take(2 * MIB, "other")
     assert not arena.pretouch()
@@ -682,7 +682,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.budget = Budget(9 * MIB + 4096 * 3 + 7)
+        self.budget = Account(9 * MIB + 4096 * 3 + 7)
         self.arena = Arena(13 * MIB, budget=self.budget)
         self.blocks = {}
         self.lent = {}

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.budget import Budget
 from penstock.core.errors import ConfigError
+from penstock.store.account import Account
 
 
 def test_taken_up_to_the_last_byte_and_no_further():
-    budget = Budget(100, name="host")
+    budget = Account(100, name="host")
     assert budget.try_take(60, "tier")
     assert not budget.try_take(41, "arena")
     assert budget.try_take(40, "arena")
@@ -22,7 +22,7 @@ def test_taken_up_to_the_last_byte_and_no_further():
 
 
 def test_given_back():
-    budget = Budget(100)
+    budget = Account(100)
     budget.try_take(60, "tier")
     budget.free(20, "tier")
     assert (budget.used_bytes, budget.used_by("tier"), budget.peak_bytes) == (40, 40, 60)
@@ -34,7 +34,7 @@ def test_given_back():
 
 
 def test_forced_over_the_limit():
-    budget = Budget(100)
+    budget = Account(100)
     budget.force(130, "fallback")
     assert (budget.free_bytes, budget.peak_bytes) == (-30, 130)
     assert not budget.try_take(0, "arena")
@@ -43,7 +43,7 @@ def test_forced_over_the_limit():
 
 
 def test_moved_between_owners():
-    budget = Budget(100)
+    budget = Account(100)
     budget.try_take(60, "source")
     budget.move(25, "source", "target")
     assert (budget.used_by("source"), budget.used_by("target"), budget.used_bytes) == (35, 25, 60)
@@ -54,7 +54,7 @@ def test_moved_between_owners():
 
 
 def test_peak_starts_again():
-    budget = Budget(100)
+    budget = Account(100)
     budget.try_take(80, "a")
     budget.free(50, "a")
     budget.reset_peak()
@@ -65,7 +65,7 @@ def test_peak_starts_again():
 
 def test_every_change_is_reported():
     seen = []
-    budget = Budget(100, on_change=seen.append)
+    budget = Account(100, on_change=seen.append)
     budget.try_take(60, "a")
     budget.try_take(60, "a")
     budget.force(50, "a")
@@ -76,12 +76,12 @@ def test_every_change_is_reported():
 
 def test_negative_budget():
     with pytest.raises(ConfigError, match="host budget is -1 bytes"):
-        Budget(-1, name="host")
-    assert not Budget(0).try_take(1, "a")
+        Account(-1, name="host")
+    assert not Account(0).try_take(1, "a")
 
 
 def test_a_waiter_wakes_when_bytes_return():
-    budget, waiting, got = Budget(10), threading.Event(), []
+    budget, waiting, got = Account(10), threading.Event(), []
     budget.try_take(10, "a")
 
     def wait():
@@ -99,7 +99,7 @@ def test_a_waiter_wakes_when_bytes_return():
 
 
 def test_threads_never_exceed_it_together():
-    budget = Budget(50)
+    budget = Account(50)
 
     def work(owner):
         for size in range(400):
@@ -117,7 +117,7 @@ def test_threads_never_exceed_it_together():
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-40, 40)), max_size=40))
 def test_it_adds_up(changes):
-    budget, held, peak = Budget(100), dict.fromkeys("abc", 0), 0
+    budget, held, peak = Account(100), dict.fromkeys("abc", 0), 0
     for owner, change in changes:
         if change < 0:
             returned = min(-change, held[owner])
