@@ -43,7 +43,7 @@ from penstock.store.account import Account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
-    from penstock.runtime.cuda.allowance import Allowance
+    from penstock.runtime.allowance import Allowance
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
 

@@ -12,7 +12,7 @@ from penstock.core.units import MIB
 from penstock.observe.events import Mark
 from penstock.observe.recorder import Recorder
 from penstock.plan import Action
-from penstock.runtime.cuda.allowance import LIMIT, Allowance
+from penstock.runtime.allowance import LIMIT, Allowance
 from penstock.runtime.cuda.link import Allocated
 from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.traffic import SAVED

@@ -35,7 +35,7 @@ from penstock.store.account import Account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
-    from penstock.runtime.cuda.allowance import Allowance
+    from penstock.runtime.allowance import Allowance
 
 
 class Executor:

@@ -31,8 +31,8 @@ from penstock.store.flash import FlashTier
 from penstock.store.host import HostTier
 
 if TYPE_CHECKING:
+    from penstock.runtime.allowance import Allowance
     from penstock.runtime.cuda.accelerator import Accelerator
-    from penstock.runtime.cuda.allowance import Allowance
     from penstock.runtime.cuda.timing import DeviceTimer
 
 SCRATCH_SHARE: Final = 32

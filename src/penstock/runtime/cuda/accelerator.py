@@ -25,7 +25,7 @@ from penstock.core.units import GIB, MIB, format_bytes, round_down
 from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
-from penstock.runtime.cuda.allowance import Allowance
+from penstock.runtime.allowance import Allowance
 from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.mover import CudaMover
