@@ -22,7 +22,7 @@ from offload_runs import (
 from penstock.core.errors import BudgetError
 from penstock.core.units import KIB, MIB
 from penstock.observe.recorder import StallCause
-from penstock.runtime.residency import Residency
+from penstock.runtime.storage import Residency
 
 
 def test_trap_29_pack_waits_rather_than_exceed_the_budget(session_for):

@@ -19,7 +19,7 @@ from offload_runs import (
 )
 from penstock.observe.recorder import Stage
 from penstock.plan import Action
-from penstock.runtime.residency import Residency
+from penstock.runtime.storage import Residency
 from penstock.runtime.traffic import SAVED
 from penstock.runtime.traffic import SMALL as SMALL_OWNER
 

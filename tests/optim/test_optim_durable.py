@@ -78,7 +78,7 @@ import os, signal, sys, torch
 sys.path.insert(0, {tests!r})
 from optim_runs import parameters, train
 from penstock.io.threads import Syscalls, ThreadEngine
-from penstock.optim import FlashAdamW, durable, store
+from penstock.optim import FlashAdamW, journal, store
 
 left = int(sys.argv[2])
 def tick():

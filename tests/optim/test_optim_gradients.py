@@ -17,7 +17,7 @@ from penstock import ChecksumError, ClosedError, PenstockWarning, TransferError
 from penstock.core.errors import SourceChangedError
 from penstock.io.threads import ThreadEngine
 from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash, store
-from penstock.optim.away import Away
+from penstock.optim.offloaded_gradient import OffloadedGradient
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
 
 
@@ -101,7 +101,7 @@ def test_each_gradient_is_written_once_in_a_backward_and_read_once_in_a_step(sma
     a = FlashSGD(model.parameters(), lr=0.1, gradient_memory=0, **small)  # no states to move
     backward(model, 0)
     assert kept(a).written == gradient_bytes(model)
-    assert all(isinstance(p.grad, Away) for p in model.parameters())
+    assert all(isinstance(p.grad, OffloadedGradient) for p in model.parameters())
     land(model)
     a.step()
     reads = [call for call in faulty.calls if call.op == "read"]
@@ -116,7 +116,7 @@ def test_what_fits_is_not_written_and_takes_no_space(small):
     a = FlashAdamW(model.parameters(), gradient_memory=gradient_bytes(model), **small)
     train(model, a, times=2)
     assert not kept(a).written
-    assert kept(a)._shelf._tier is None
+    assert kept(a)._spill._tier is None
     a.close()
 
 
@@ -127,7 +127,7 @@ def test_the_budget_is_kept_to_and_the_first_gradients_of_a_backward_stay(small)
     backward(model, 0)
     assert 0 < kept(a).held_bytes <= budget
     written = kept(a).written
-    assert not isinstance(model[3].weight.grad, Away)
+    assert not isinstance(model[3].weight.grad, OffloadedGradient)
     backward(model, 1)
     assert kept(a).written == 2 * written
     a.close()
@@ -237,12 +237,12 @@ def test_a_gradient_that_is_given_up_gives_its_place_up(small):
     model = network()
     a = FlashAdamW(model.parameters(), gradient_memory=0, **small)
     train(model, a, steps=2, times=3)
-    assert comes_true(lambda: not kept(a)._shelf.held_bytes)
+    assert comes_true(lambda: not kept(a)._spill.held_bytes)
     backward(model, 0)
-    assert kept(a)._shelf.held_bytes >= gradient_bytes(model)
+    assert kept(a)._spill.held_bytes >= gradient_bytes(model)
     land(model)
     model.zero_grad()
-    assert not kept(a)._shelf.held_bytes
+    assert not kept(a)._spill.held_bytes
     a.close()
 
 
@@ -362,7 +362,7 @@ def test_no_room_for_all_gradients_is_no_error_either(small, monkeypatch):
     monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda _: 4096)
     with pytest.warns(PenstockWarning, match="stay in memory"):
         backward(model, 0)
-    assert not any(isinstance(p.grad, Away) for p in model.parameters())
+    assert not any(isinstance(p.grad, OffloadedGradient) for p in model.parameters())
     a.step()
     a.close()
 
@@ -411,4 +411,4 @@ def test_an_optimizer_that_is_dropped_takes_its_gradients_along(small):
         model[0].weight.grad.norm()
     model.zero_grad()
     backward(model, 0)
-    assert not isinstance(model[0].weight.grad, Away)
+    assert not isinstance(model[0].weight.grad, OffloadedGradient)

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock import ClosedError, ConfigError
 from penstock.optim import FlashAdamW, FlashSGD, on_flash
-from penstock.optim.crew import wait_for_all
+from penstock.optim.pool import wait_for_all
 
 
 def _adamw_on_flash(params, **settings):

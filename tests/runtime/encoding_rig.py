@@ -10,7 +10,8 @@ from penstock.core.units import KIB, MIB
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.encoding.mover import EncodingMover
-from penstock.runtime.movers import CpuMover, Encoding
+from penstock.runtime.movers import CpuMover
+from penstock.runtime.storage import Encoding
 from penstock.store import HostTier, WrapperTier
 from penstock.store.account import Account
 from penstock.store.arena import Arena

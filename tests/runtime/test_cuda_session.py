@@ -18,7 +18,7 @@ from penstock.io.engine import Priority
 from penstock.runtime import stores
 from penstock.runtime.cuda import accelerator
 from penstock.runtime.cuda.mover import CudaMover
-from penstock.runtime.residency import Residency
+from penstock.runtime.storage import Residency
 from penstock.runtime.traffic import Traffic
 from penstock.store.wrappers import FaultyTier
 

@@ -31,7 +31,8 @@ from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.encoding.mover import AnyEncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH as OWNER
-from penstock.runtime.movers import RESTORED, Encoding, Mover
+from penstock.runtime.movers import RESTORED, Mover
+from penstock.runtime.storage import Encoding
 from penstock.store import FlashTier
 from penstock.store.account import Account
 from penstock.testing.codec_samples import check_decoded, sources, with_zeros

@@ -18,7 +18,8 @@ from penstock.runtime.encoding.scratch import SCRATCH as OWNER
 from penstock.runtime.encoding.scratch import SLOTS, Scratch
 from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.runtime.encoding.worker import THREAD_NAME
-from penstock.runtime.movers import RESTORED, CpuMover, Encoding
+from penstock.runtime.movers import RESTORED, CpuMover
+from penstock.runtime.storage import Encoding
 from penstock.store import FlashTier, Ticket
 from penstock.store.account import Account
 from penstock.testing.codec_samples import check_decoded, sources, with_zeros

@@ -22,7 +22,7 @@ from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.runtime.encoding.scratch import SCRATCH as OWNER
 from penstock.runtime.encoding.tickets import EncodedTicket
-from penstock.runtime.movers import Encoding
+from penstock.runtime.storage import Encoding
 from penstock.store import FlashTier
 
 ENCODINGS = [

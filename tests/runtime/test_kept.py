@@ -18,8 +18,7 @@ from offload_runs import (
 )
 from penstock.core.errors import InPlaceError
 from penstock.core.units import KIB, MIB
-from penstock.runtime.kept import KeptStorage
-from penstock.runtime.residency import Residency
+from penstock.runtime.storage import KeptStorage, Residency
 
 ROOMY = {"policy": "auto", "device_memory": 4 * MIB, "codec": "none"}
 """The chain of eight below fits, with as much again to spare."""

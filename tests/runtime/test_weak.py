@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from penstock.runtime.weak import Telling, TensorRef
+from penstock.runtime.storage import Telling, TensorRef
 
 
 class Preserved:

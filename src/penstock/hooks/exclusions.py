@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from penstock.runtime.weak import TensorRef
+from penstock.runtime.storage import TensorRef
 
 _TRANSPARENT: Final = frozenset(
     {

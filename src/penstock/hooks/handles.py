@@ -21,10 +21,8 @@ import torch
 from penstock.core.errors import InPlaceError
 from penstock.core.locks import defer
 from penstock.runtime.executor import Executor
-from penstock.runtime.kept import KeptStorage
-from penstock.runtime.residency import Origin, SavedStorage
-from penstock.runtime.small import SmallStorage, SmallStorages
-from penstock.runtime.weak import TensorRef
+from penstock.runtime.small import SmallStorages
+from penstock.runtime.storage import KeptStorage, Origin, SavedStorage, SmallStorage, TensorRef
 
 _EMPTY: Final[dict[tuple[torch.dtype, torch.device], torch.Tensor]] = {}
 

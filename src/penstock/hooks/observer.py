@@ -29,8 +29,7 @@ from penstock.hooks.pure import is_pure
 from penstock.hooks.recipe_notes import RecipeNotes
 from penstock.plan.operators import Operator
 from penstock.runtime.completion import sequence_number
-from penstock.runtime.residency import SlotRecord
-from penstock.runtime.weak import TensorRef
+from penstock.runtime.storage import SlotRecord, TensorRef
 
 _node: Final[Callable[[], Any]] = torch._C._current_autograd_node
 _task: Final[Callable[[], int]] = torch._C._current_graph_task_id

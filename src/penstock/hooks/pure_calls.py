@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from penstock.runtime.weak import TensorRef
+from penstock.runtime.storage import TensorRef
 
 StorageOf = Callable[[torch.Tensor], torch.UntypedStorage | None]
 Member = TypeVar("Member")

@@ -16,7 +16,8 @@ from penstock.hooks.pure_calls import PureCalls, PureOutput
 from penstock.hooks.recompute import not_recomputable
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.plan.recipes import recipe_members
-from penstock.runtime.remakes import Remake, Remakes
+from penstock.runtime.remakes import Remakes
+from penstock.runtime.storage import Remake
 
 
 class _Calls(PureCalls[PureCall, Packed]):

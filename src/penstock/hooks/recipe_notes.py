@@ -7,8 +7,7 @@ import weakref
 import torch
 
 from penstock.hooks.pure_calls import PureCalls, PureOutput, StorageOf
-from penstock.runtime.residency import SlotRecord
-from penstock.runtime.weak import TensorRef
+from penstock.runtime.storage import SlotRecord, TensorRef
 
 
 class RecipeNotes(PureCalls[str, SlotRecord]):

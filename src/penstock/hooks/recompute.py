@@ -42,11 +42,9 @@ from penstock.hooks.module_state import ModuleState
 from penstock.hooks.modules import ModuleTracker, SavingPlace
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.runtime.digests import Comparison, Digest, digest
-from penstock.runtime.passes import INPUT, Pass
 from penstock.runtime.remade import Remaking
 from penstock.runtime.repeats import Repeats
-from penstock.runtime.residency import SavedStorage
-from penstock.runtime.weak import TensorRef
+from penstock.runtime.storage import INPUT, Pass, SavedStorage, TensorRef
 
 _autograd: Final[Any] = torch._C._autograd
 _EARLY_STOP: Final[dict[str, Any]] = (

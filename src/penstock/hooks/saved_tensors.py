@@ -29,7 +29,7 @@ from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.observer import PassObserver
 from penstock.observe.recorder import Recorder
 from penstock.runtime.executor import Executor
-from penstock.runtime.residency import Origin, SavedStorage
+from penstock.runtime.storage import Origin, SavedStorage
 from penstock.staging import bytes_of
 
 TINY_BYTES: Final = 4096

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from penstock.core.errors import ConfigError, PenstockWarning
-from penstock.optim import durable
+from penstock.optim import journal
 from penstock.optim.memory import memory_notes
 from penstock.optim.overlap import Overlap
 from penstock.optim.states import FlashStates
@@ -35,7 +35,7 @@ class Conductor:
         self.is_told = False
         self._journal = None
         if states.config.durable:
-            self._journal = durable.Journal(states.config.directories)
+            self._journal = journal.Journal(states.config.directories)
             if self._journal.last is not None:
                 states.hold(
                     f"{states.config.directories[0]!r} holds durable steps of an earlier run, the last"
@@ -60,7 +60,7 @@ class Conductor:
         else:
             self.states.step()
         if self._journal is not None:
-            durable.commit(self.states, self._journal)
+            journal.commit(self.states, self._journal)
 
     def check_between_steps(self, what: str) -> None:
         """Raise ConfigError if backward has begun a step that was not finished."""
@@ -77,20 +77,20 @@ class Conductor:
         last = self._journal.last
         if last is None:
             return 0
-        durable.restore(self.states, last)
+        journal.restore(self.states, last)
         self.states.hold(None)
         return last.step
 
     def make_way(self) -> None:
         """A state dict is about to be loaded."""
         if self._journal is not None:
-            durable.make_way(self.states, self._journal)
+            journal.make_way(self.states, self._journal)
 
     def loaded(self) -> None:
         """A state dict was loaded: what an earlier run left may be overwritten."""
         self.states.hold(None)
         if self._journal is not None:
-            durable.commit(self.states, self._journal)
+            journal.commit(self.states, self._journal)
 
     def listen(self) -> None:
         """Groups were added."""

@@ -1,10 +1,10 @@
 """Gradients that wait for their tile, under a budget of memory: those beyond it wait on flash.
 
-1. ``settle``, when autograd has accumulated a gradient: if those that wait are more than the budget, this
-   one leaves (:mod:`away` stands for it), in its own dtype, cut as tiles are; its memory is free as
-   soon as it is written.
-2. Autograd adds to it in a later backward, or others use it: it is brought back, and settles anew.
-3. ``begin`` and ``of_tile``, in a step: what a tile needs of it is read ahead, in the order of tiles.
+1. ``settle``, when autograd has accumulated a gradient: if those that wait exceed the budget, this one is
+   offloaded in its own dtype, cut as tiles are (:mod:`offloaded_gradient` stands for it); its memory is
+   free as soon as it is written.
+2. Autograd adds to it in a later backward, or other code uses it: it is read, and settles again.
+3. ``begin`` and ``of_tile``, in a step: the parts that tiles need are read ahead, in the order of tiles.
 
 [Note: which gradients leave]
     Backward accumulates in the same order each time, so of those that wait the latest is needed last in
@@ -33,10 +33,15 @@ from penstock.core.errors import PenstockWarning, SourceChangedError, TransferEr
 from penstock.core.locks import Lock
 from penstock.io.engine import Engine, Transfer
 from penstock.io.pages import trim_heap
-from penstock.optim.away import Away, InVain, Rest, discard_all
+from penstock.optim.gradient_spill import FLYING_BYTES, TILES_AHEAD, GradientRead, GradientSpill
 from penstock.optim.layout import ParameterPiece, Tile
+from penstock.optim.offloaded_gradient import (
+    GradientPlace,
+    OffloadedGradient,
+    ReplacedGradients,
+    discard_all,
+)
 from penstock.optim.params import Param, flat_like
-from penstock.optim.shelf import FLYING_BYTES, TILES_AHEAD, Reading, Shelf
 from penstock.staging import copy_across, ready_event
 from penstock.store.base import Ticket
 
@@ -88,7 +93,7 @@ class Gradients:
         self.is_used_now: Callable[[Param], bool] = lambda _: False
         self._params = params
         self._wants_norms = wants_norms
-        self._shelf = Shelf(
+        self._spill = GradientSpill(
             params,
             tiles,
             directories=directories,
@@ -100,15 +105,15 @@ class Gradients:
         self._flying: deque[Ticket] = deque()
         self._failure: BaseException | None = None
         self._is_told = False
-        self._in_vain = InVain()
+        self._replaced = ReplacedGradients()
         self._freed = 0  # bytes, since the heap was trimmed
         self._ahead: deque[Tile] = deque()
         self._grads: Mapping[int, Tensor] = {}
-        self._begun: dict[int, dict[int, Reading]] = {}  # by tile and parameter
+        self._begun: dict[int, dict[int, GradientRead]] = {}  # by tile and parameter
 
     def lay(self) -> None:
         """Take note of the tiles that there are."""
-        self._shelf.lay()
+        self._spill.lay()
 
     def listen(self) -> None:
         """Have each gradient settle when it is accumulated."""
@@ -124,11 +129,11 @@ class Gradients:
 
     def rest(self) -> None:
         """Hold no memory but for gradients."""
-        self._shelf.trim()
+        self._spill.trim()
 
     def engine_changed(self) -> None:
         """Use the present engine from now on, if nothing is on flash."""
-        self._shelf.reopen()
+        self._spill.reopen()
 
     def close(self) -> None:
         """Discard what is on flash. Idempotent."""
@@ -136,29 +141,29 @@ class Gradients:
             handle.remove()
         self._listening.clear()
         self._forget_readings()
-        self._shelf.close()
+        self._spill.close()
 
     # -- where a gradient rests -------------------------------------------------------------------
 
     def settle(self, param: Param) -> None:
         """A parameter's gradient is there, or was added to: it leaves if there are too many."""
         grad = param.tensor.grad
-        if grad is None or isinstance(grad, Away) or param.index in self._in_vain:
+        if grad is None or isinstance(grad, OffloadedGradient) or param.index in self._replaced:
             return
         if not self._must_leave(grad):
             return
         flat = param.flat_grad()
         assert flat is not None
-        rest = Rest(param.index, param.in_shape(flat))
+        rest = GradientPlace(param.index, param.in_shape(flat))
         if self._leave(rest):
             nbytes = grad.nbytes
-            param.tensor.grad = Away(rest, self, param.tensor)
-            self._in_vain.leaves(param.index)
+            param.tensor.grad = OffloadedGradient(rest, self, param.tensor)
+            self._replaced.leaves(param.index)
             del grad, flat
             self._free_heap(nbytes)
 
-    def bring(self, rest: Rest, *, values: bool = True) -> Tensor:
-        """See ``Keeper``. What was read is the caller's own.
+    def bring(self, rest: GradientPlace, *, values: bool = True) -> Tensor:
+        """See ``GradientSource``. What was read is the caller's own.
 
         Raises:
             TransferError: It cannot be read.
@@ -167,7 +172,7 @@ class Gradients:
         """
         param, real = self._params[rest.param], rest.real
         if real is None:
-            flat = self._shelf.empty(param.count, rest.dtype)
+            flat = self._spill.empty(param.count, rest.dtype)
             for piece, found in self._read_all(rest) if values else ():
                 flat[piece.start : piece.stop] = found
             real = param.in_shape(flat)
@@ -179,8 +184,8 @@ class Gradients:
             real = param.in_shape(there)
         return real
 
-    def changed(self, rest: Rest, real: Tensor) -> None:
-        """See ``Keeper``. It settles anew."""
+    def changed(self, rest: GradientPlace, real: Tensor) -> None:
+        """See ``GradientSource``. It settles anew."""
         param = self._params[rest.param]
         self._forget(rest)
         rest.real, rest.norm = real, None
@@ -207,7 +212,7 @@ class Gradients:
             and self.held_bytes > self.budget_bytes
         )
 
-    def _leave(self, rest: Rest) -> bool:
+    def _leave(self, rest: GradientPlace) -> bool:
         """Begin to write what is in memory; false: it cannot be, and stays."""
         assert rest.real is not None
         param = self._params[rest.param]
@@ -216,14 +221,14 @@ class Gradients:
             rest.norm = torch.linalg.vector_norm(flat)
         self._let_land(flat.nbytes)
         try:
-            flat = self._shelf.take(flat)
+            flat = self._spill.take(flat)
             rest.real = param.in_shape(flat)
-            tickets = self._shelf.write(param, flat)
+            tickets = self._spill.write(param, flat)
         except TransferError as error:
             self._could_not(error)
             return False
         self.written += flat.nbytes
-        rest.hold(self._shelf.open(), tickets)
+        rest.hold(self._spill.open(), tickets)
         me, it = weakref.ref(self), weakref.ref(rest)
         for ticket in tuple(tickets):
             ticket.written.add_done_callback(lambda done: _was_written(me, it, tickets, done))
@@ -253,18 +258,18 @@ class Gradients:
                 stacklevel=2,
             )
 
-    def _forget(self, rest: Rest) -> None:
+    def _forget(self, rest: GradientPlace) -> None:
         with self._lock:
             tickets, rest.tickets = rest.tickets, []
         if tickets:
-            discard_all(self._shelf.open(), tickets)
+            discard_all(self._spill.open(), tickets)
 
     # -- what a step needs ------------------------------------------------------------------------
 
     def begin(self, order: Sequence[Tile], grads: Mapping[int, Tensor]) -> None:
         """A step is about to use gradients, by parameter, tile by tile in this order."""
         self.listen()  # to parameters that were frozen before
-        in_vain = self._in_vain.judge(grads)
+        in_vain = self._replaced.judge(grads)
         if in_vain:
             warnings.warn(
                 f"{len(in_vain)} gradients had left to flash and were replaced by others in memory before"
@@ -310,14 +315,16 @@ class Gradients:
             if piece.param in grads
         }
 
-    def _share(self, piece: ParameterPiece, grad: Tensor, readings: Mapping[int, Reading]) -> Share:
+    def _share(
+        self, piece: ParameterPiece, grad: Tensor, readings: Mapping[int, GradientRead]
+    ) -> Share:
         if piece.param in readings:
             return readings[piece.param].wait(grad.dtype), piece.start
-        if not isinstance(grad, Away):
+        if not isinstance(grad, OffloadedGradient):
             return grad, 0
         real = grad.rest.real
         if real is None:  # it was written since
-            return self._shelf.begin_read(grad.rest.tickets, piece).wait(grad.dtype), piece.start
+            return self._spill.begin_read(grad.rest.tickets, piece).wait(grad.dtype), piece.start
         return flat_like(real, self._params[piece.param].tensor), 0
 
     def _read_ahead(self) -> None:
@@ -325,20 +332,20 @@ class Gradients:
             tile = self._ahead.popleft()
             self._begun[tile.index] = self._begin_tile(tile, self._grads)
 
-    def _begin_tile(self, tile: Tile, grads: Mapping[int, Tensor]) -> dict[int, Reading]:
+    def _begin_tile(self, tile: Tile, grads: Mapping[int, Tensor]) -> dict[int, GradientRead]:
         begun = {}
         for piece in tile.pieces:
             grad = grads.get(piece.param)
-            if isinstance(grad, Away) and grad.rest.real is None:
-                begun[piece.param] = self._shelf.begin_read(grad.rest.tickets, piece)
+            if isinstance(grad, OffloadedGradient) and grad.rest.real is None:
+                begun[piece.param] = self._spill.begin_read(grad.rest.tickets, piece)
         return begun
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def _read_all(self, rest: Rest) -> Iterator[tuple[ParameterPiece, Tensor]]:
-        under_way: deque[tuple[ParameterPiece, Reading]] = deque()
-        for piece in self._shelf.pieces(rest.param):
-            under_way.append((piece, self._shelf.begin_read(rest.tickets, piece)))
+    def _read_all(self, rest: GradientPlace) -> Iterator[tuple[ParameterPiece, Tensor]]:
+        under_way: deque[tuple[ParameterPiece, GradientRead]] = deque()
+        for piece in self._spill.pieces(rest.param):
+            under_way.append((piece, self._spill.begin_read(rest.tickets, piece)))
             if len(under_way) > TILES_AHEAD:
                 first, reading = under_way.popleft()
                 yield first, reading.wait(rest.dtype)
@@ -360,7 +367,7 @@ def _settling(keeper: Gradients, index: int) -> Callable[[Tensor], None]:
 
 def _was_written(
     keeper: weakref.ref[Gradients],
-    resting: weakref.ref[Rest],
+    resting: weakref.ref[GradientPlace],
     tickets: list[Ticket],
     done: Transfer,
 ) -> None:
@@ -385,7 +392,7 @@ def _was_written(
             if not isinstance(error, SourceChangedError):
                 mine._failure = error
     if error is not None:
-        discard_all(mine._shelf.open(), tickets)
+        discard_all(mine._spill.open(), tickets)
     else:
         del real  # not under the lock
 
@@ -393,7 +400,7 @@ def _was_written(
 def _bytes_in_memory(grad: Tensor | None) -> int:
     if grad is None:
         return 0
-    if not isinstance(grad, Away):
+    if not isinstance(grad, OffloadedGradient):
         return grad.nbytes
     rest = grad.rest
     return 0 if rest.tickets or rest.real is None else rest.real.nbytes

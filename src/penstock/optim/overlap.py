@@ -35,9 +35,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
 from penstock.optim.config import RING
-from penstock.optim.crew import wait_for_all
 from penstock.optim.layout import Tile
 from penstock.optim.params import Param
+from penstock.optim.pool import wait_for_all
 from penstock.optim.states import FlashStates
 from penstock.optim.update import UpdatePass
 from penstock.staging import ready_event

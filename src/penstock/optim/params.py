@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.core.errors import ConfigError
-from penstock.optim.away import Away
+from penstock.optim.offloaded_gradient import OffloadedGradient
 
 
 class Param:
@@ -106,7 +106,7 @@ class Param:
             ConfigError: The gradient is sparse.
         """
         grad = self.tensor.grad
-        if grad is None or isinstance(grad, Away):
+        if grad is None or isinstance(grad, OffloadedGradient):
             return grad
         if grad.layout != torch.strided:
             raise ConfigError(

@@ -23,12 +23,12 @@ from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
 from penstock.core.process import fork_guard
 from penstock.io.engine import Engine
 from penstock.optim.config import RING, RING_BYTES
-from penstock.optim.crew import make_pool, wait_for_all
 from penstock.optim.gradients import Gradients, Share
 from penstock.optim.groups import Groups, options_of
 from penstock.optim.layout import Tile
 from penstock.optim.params import fresh_scalars
 from penstock.optim.pipeline import TilePipeline
+from penstock.optim.pool import make_pool, wait_for_all
 from penstock.optim.probe import ProbedOptimizer
 from penstock.optim.ring import RecordBuffer
 from penstock.optim.slots import RecordSlots

@@ -13,7 +13,7 @@ from typing import Final
 
 from penstock.plan.plan import Plan
 from penstock.runtime.known_passes import MAX_KINDS
-from penstock.runtime.passes import Pass
+from penstock.runtime.storage import Pass
 
 FULL_PASSES: Final = 2 * MAX_KINDS
 """Passes of which all slots are recorded, at most, after one that did not look as planned."""

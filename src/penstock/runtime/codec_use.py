@@ -25,8 +25,8 @@ from penstock.plan.profile import Profile
 from penstock.plan.slots import SlotKey
 from penstock.runtime.in_force import InForce
 from penstock.runtime.known_passes import was_sampled
-from penstock.runtime.passes import Pass
 from penstock.runtime.shortage import Shortage
+from penstock.runtime.storage import Pass
 from penstock.runtime.stores import LEAST_CODEC_BUDGET_BYTES
 from penstock.store.account import Account
 

@@ -18,19 +18,27 @@ from penstock.plan.operators import Operator
 from penstock.plan.plan import Action, Decision
 from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
-from penstock.runtime.kept import KeptStorage, KeptStorages
-from penstock.runtime.movers import RESTORED, Encoding, Mover
-from penstock.runtime.passes import Pass
+from penstock.runtime.kept import KeptStorages
+from penstock.runtime.movers import RESTORED, Mover
 from penstock.runtime.planner import MEMORY, Planner
 from penstock.runtime.reads import Reads
 from penstock.runtime.remakes import Remakes
-from penstock.runtime.residency import Origin, Residency, SavedStorage, SlotRecord, View
 from penstock.runtime.room import Eviction
 from penstock.runtime.sampling import POSITIVE, CodecSampler, Sampler
 from penstock.runtime.sharing import attach, is_enough, keeps_signs
 from penstock.runtime.small import SmallStorages
+from penstock.runtime.storage import (
+    Encoding,
+    KeptStorage,
+    Origin,
+    Pass,
+    Residency,
+    SavedStorage,
+    SlotRecord,
+    TensorRef,
+    View,
+)
 from penstock.runtime.traffic import SAVED, Traffic, in_memory, is_settled
-from penstock.runtime.weak import TensorRef
 from penstock.store.account import Account
 from penstock.store.base import Tier
 

@@ -16,7 +16,7 @@ from typing import Final
 from penstock.observe.counters import MOVED_EARLIER, WINDOW_GROWN
 from penstock.observe.recorder import Recorder
 from penstock.plan.plan import Action, Plan
-from penstock.runtime.passes import Pass
+from penstock.runtime.storage import Pass
 
 LATE_SHARE: Final = 0.005
 """Waits that are a smaller part of a pass are left alone."""

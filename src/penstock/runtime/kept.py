@@ -13,57 +13,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.core.process import fork_guard
-from penstock.plan.slots import SlotKey
-from penstock.runtime.residency import Origin, SavedStorage, SlotRecord, View
-from penstock.runtime.weak import TensorRef
+from penstock.runtime.storage import (
+    KeptStorage,
+    Origin,
+    Pass,
+    SavedStorage,
+    SlotRecord,
+    TensorRef,
+    View,
+)
 
 if TYPE_CHECKING:
-    from penstock.runtime.passes import Pass
     from penstock.runtime.planner import Planner
     from penstock.runtime.traffic import Traffic
-
-
-@dataclass(slots=True, eq=False)
-class KeptStorage:
-    """A storage that stays, however many saved tensors view it. Guarded by the runtime's lock."""
-
-    cdata: int
-    nbytes: int
-    version: int
-    source: weakref.ref[torch.UntypedStorage]
-    base: weakref.ref[torch.Tensor | torch.UntypedStorage]
-    of_pass: Pass
-    index: int
-    """Position in its pass, in the order of saving."""
-    place: tuple[str, str]
-    """Path and type of the module that saved it."""
-    ordinal: int
-    dtype: torch.dtype
-    view: weakref.ref[View]
-    """The first handle, whose view keeps the storage alive."""
-    more_views: tuple[weakref.ref[View], ...] = ()
-    """Those of the other handles."""
-    handles: int = 1
-    complete: bool = True
-    """As in ``SavedStorage``."""
-    promoted: SavedStorage | None = None
-    """Storage that it has become, once it can be spilled."""
-
-    @property
-    def key(self) -> SlotKey:
-        """Name of the slot."""
-        return SlotKey(self.place[0], self.ordinal, self.nbytes)
-
-    @property
-    def label(self) -> str:
-        """Name in errors."""
-        return str(self.key)
 
 
 class KeptStorages:

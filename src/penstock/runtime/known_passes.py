@@ -8,9 +8,8 @@ from typing import Final
 from penstock.plan.profile import Profile
 from penstock.plan.slots import MatchKey
 from penstock.runtime.in_force import InForce
-from penstock.runtime.passes import Pass
 from penstock.runtime.profiles import profile_of
-from penstock.runtime.residency import SlotRecord
+from penstock.runtime.storage import Pass, SlotRecord
 
 DRIFT: Final = 0.05
 """Share of a pass's bytes that may be unknown to the plan before it is made anew."""

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -27,6 +27,7 @@ from penstock.core.units import KIB, round_up
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
 from penstock.runtime.heap import Heap, HeapBlock, heap_is_better
+from penstock.runtime.storage import Encoding
 from penstock.store.account import Account
 from penstock.store.arena import Arena, Block
 from penstock.store.base import Tier
@@ -53,15 +54,6 @@ def page_slack_bytes(device_bytes: int) -> int:
     """
     most = HEAP_SLACK_BYTES if heap_is_better() else 2 * HUGE_PAGE_BYTES
     return min(most, device_bytes // PAGE_SLACK_SHARE)
-
-
-class Encoding(NamedTuple):
-    """How a storage's bytes are to be made fewer on the way out."""
-
-    codec: str
-    """By its name, as in plans: ``"zero-value"``."""
-    dtype: str
-    """Of the elements, by torch's name: ``"float32"``."""
 
 
 class Mover(ABC):

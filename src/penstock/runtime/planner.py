@@ -43,9 +43,7 @@ from penstock.runtime.guesses import Guesses
 from penstock.runtime.in_force import InForce
 from penstock.runtime.known_passes import KnownPasses, is_known
 from penstock.runtime.loaders import Loaders
-from penstock.runtime.movers import Encoding
-from penstock.runtime.passes import INPUT, Pass
-from penstock.runtime.residency import SlotRecord
+from penstock.runtime.storage import INPUT, Encoding, Pass, SlotRecord
 from penstock.store.account import Account
 
 DEMAND: Final = "demand"

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from penstock.plan.profile import CodecSample, PassProfile, Profile, SlotProfile
 from penstock.plan.slots import MatchKey
-from penstock.runtime.passes import Pass
-from penstock.runtime.residency import SlotRecord
 from penstock.runtime.sampling import POSITIVE
+from penstock.runtime.storage import Pass, SlotRecord
 
 
 def profile_of(

@@ -10,10 +10,9 @@ import torch
 from penstock.core.errors import BudgetError, ClosedError, PenstockError, RestoreError
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder, Stage, StallCause
-from penstock.runtime.kept import KeptStorage
 from penstock.runtime.planner import Planner
-from penstock.runtime.residency import Residency, SavedStorage
 from penstock.runtime.room import Eviction
+from penstock.runtime.storage import KeptStorage, Residency, SavedStorage
 from penstock.runtime.traffic import Traffic, in_memory, session_closed
 
 

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from penstock.core.locks import defer
-from penstock.runtime.weak import TensorRef
+from penstock.runtime.storage import TensorRef
 from penstock.store.account import Account
 
 REMADE: Final = "recomputed"

@@ -7,8 +7,6 @@ again makes (:mod:`.remade`). The first time it is compared with what was droppe
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Final, Protocol
 
@@ -17,35 +15,14 @@ import torch
 from penstock.core.errors import HookError
 from penstock.core.locks import Lock
 from penstock.observe.recorder import Recorder, Stage
-from penstock.runtime.digests import Comparison, Digest, digest_of_storage
+from penstock.runtime.digests import Comparison, digest_of_storage
 from penstock.runtime.remade import REMADE, Remaking
-from penstock.runtime.residency import Residency, SavedStorage
 from penstock.runtime.room import Eviction
+from penstock.runtime.storage import Remake, Residency, SavedStorage, TensorRef
 from penstock.runtime.traffic import Traffic, in_memory, withdraw
-from penstock.runtime.weak import TensorRef
 from penstock.store.account import Account
 
 _ADVICE: Final = "give recompute=False, or a plan that does not make it again"
-
-
-class Remake:
-    """How one storage is made again.
-
-    Attributes:
-        name: What makes it, for errors; one that is proven once counts as proven.
-        make: Makes it: a tensor that is all there is in its storage.
-        lock: Held while it is made.
-        digest: Of what was dropped, where it is to be proven.
-    """
-
-    __slots__ = ("digest", "lock", "make", "name")
-
-    def __init__(self, name: str, make: Callable[[], torch.Tensor]) -> None:
-        """Nothing is dropped yet."""
-        self.name = name
-        self.make = make
-        self.lock = threading.RLock()
-        self.digest: Digest | None = None
 
 
 class Maker(Protocol):

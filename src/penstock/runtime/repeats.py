@@ -16,9 +16,8 @@ import torch
 from penstock.observe.recorder import Stage
 from penstock.plan.plan import Action
 from penstock.runtime.executor import Executor
-from penstock.runtime.passes import Pass
 from penstock.runtime.remade import REMADE, Remaking
-from penstock.runtime.residency import Residency, SavedStorage
+from penstock.runtime.storage import Pass, Residency, SavedStorage
 
 
 class Repeats:

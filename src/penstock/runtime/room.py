@@ -23,8 +23,7 @@ from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.counters import REFUSED
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.compute_time import ComputeTime
-from penstock.runtime.passes import Pass
-from penstock.runtime.residency import Residency, SavedStorage
+from penstock.runtime.storage import Pass, Residency, SavedStorage
 from penstock.runtime.traffic import (
     SMALL,
     Traffic,

@@ -6,8 +6,8 @@ import weakref
 
 from penstock.codec import registry
 from penstock.codec.base import Fidelity
-from penstock.runtime.residency import Origin, Residency, SavedStorage, View
 from penstock.runtime.sampling import POSITIVE
+from penstock.runtime.storage import Origin, Residency, SavedStorage, View
 
 
 def is_enough(saved: SavedStorage, origin: Origin, sign_only: bool) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -12,26 +10,15 @@ import torch
 from penstock.core.locks import Lock
 from penstock.core.process import fork_guard
 from penstock.core.units import KIB, round_up
+from penstock.runtime.storage import Pass, SmallStorage, TensorRef
 from penstock.runtime.traffic import SMALL
-from penstock.runtime.weak import TensorRef
 from penstock.store.account import Account
 
 if TYPE_CHECKING:
-    from penstock.runtime.passes import Pass
     from penstock.runtime.room import Eviction
 
 CREDIT_BYTES: Final = 256 * KIB
 """Taken from the budget at a time for them; so the charge is never below what they hold."""
-
-
-@dataclass(slots=True, eq=False)
-class SmallStorage:
-    """A saved storage below the floor."""
-
-    cdata: int
-    nbytes: int
-    source: weakref.ref[torch.UntypedStorage]
-    handles: int = 0
 
 
 class SmallStorages:

@@ -26,10 +26,9 @@ from penstock.core.locks import Lock
 from penstock.core.units import MIB, format_bytes
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.movers import Encoding, Mover
+from penstock.runtime.movers import Mover
 from penstock.runtime.planner import Planner
-from penstock.runtime.residency import Residency, SavedStorage
-from penstock.runtime.weak import TensorRef
+from penstock.runtime.storage import Encoding, Residency, SavedStorage, TensorRef
 from penstock.store.account import Account
 from penstock.store.base import Tier
 

@@ -27,7 +27,7 @@ from penstock.plan.profile import PassProfile, Profile
 from penstock.runtime.executor import Executor
 from penstock.runtime.movers import CpuMover
 from penstock.runtime.planner import Planner
-from penstock.runtime.residency import SavedStorage
+from penstock.runtime.storage import SavedStorage
 from penstock.store.account import Account
 
 _NEED_INTERVAL_NS: Final = 1

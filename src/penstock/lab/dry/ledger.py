@@ -13,7 +13,7 @@ import torch
 
 from penstock.observe.clock import Clock
 from penstock.plan.profile import Transient
-from penstock.runtime.weak import TensorRef
+from penstock.runtime.storage import TensorRef
 
 
 @dataclass(slots=True, eq=False)

@@ -66,7 +66,8 @@ from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import PinnedBlock, Slab
 from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
-from penstock.runtime.movers import RESTORED, Encoding, Mover
+from penstock.runtime.movers import RESTORED, Mover
+from penstock.runtime.storage import Encoding
 from penstock.store.account import Account
 from penstock.store.base import Tier
 

@@ -15,7 +15,7 @@ import torch
 from penstock.core.locks import Lock
 from penstock.runtime.cuda.link import Link, Stream
 from penstock.runtime.cuda.tickets import Fill
-from penstock.runtime.weak import TensorRef
+from penstock.runtime.storage import TensorRef
 
 
 @dataclass(slots=True, eq=False)

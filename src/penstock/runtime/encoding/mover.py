@@ -19,7 +19,8 @@ from penstock.runtime.encoding.jobs import ReadJob, WriteJob
 from penstock.runtime.encoding.scratch import Scratch, ScratchSlots
 from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.runtime.encoding.worker import CodecWorker
-from penstock.runtime.movers import BlockTarget, CpuMover, Encoding, Mover
+from penstock.runtime.movers import BlockTarget, CpuMover, Mover
+from penstock.runtime.storage import Encoding
 from penstock.store.account import Account
 from penstock.store.base import Tier, Window
 

@@ -8,7 +8,7 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.io.engine import Transfer
-from penstock.runtime.movers import Encoding
+from penstock.runtime.storage import Encoding
 from penstock.store.base import Ticket, Tier, Window
 
 

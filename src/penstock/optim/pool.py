@@ -1,4 +1,4 @@
-"""The threads that update tiles, and waiting for them."""
+"""Threads that update tiles, and waiting for them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 
 def make_pool(threads: int, device: torch.device | None) -> ThreadPoolExecutor:
-    """So many threads, each of which computes alone.
+    """Make a pool of threads in which torch uses no further threads.
 
     Args:
-        threads: How many.
-        device: A CUDA device that is to be current in them. A new thread's is device 0, and a call that
+        threads: Number of threads.
+        device: CUDA device that is current in them. A new thread's is device 0, and a call that
             finds it current may take memory there, for each process that trains on another one.
     """
     return ThreadPoolExecutor(
@@ -28,9 +28,9 @@ def make_pool(threads: int, device: torch.device | None) -> ThreadPoolExecutor:
 
 
 def wait_for_all(futures: Sequence[Future[None]]) -> None:
-    """Wait until all are over; if one fails, those that have not begun are cancelled. Raises that.
+    """Wait until all have ended; if one fails, cancel those that have not begun, and raise its error.
 
-    The same if the wait is interrupted: nothing goes on behind the back of who catches that.
+    The same if the wait is interrupted: nothing goes on in the background after that.
     """
     try:
         wait(futures, return_when="FIRST_EXCEPTION")
@@ -44,7 +44,7 @@ def wait_for_all(futures: Sequence[Future[None]]) -> None:
 
 
 def _compute_alone(device: torch.device | None) -> None:
-    """In a thread that updates tiles: no gradients, and torch computes in this thread only.
+    """Set up a thread that updates tiles: no gradients, and torch computes in this thread only.
 
     ``torch.set_num_threads`` would change it for all threads. What counts for an element-wise operation
     is OpenMP's own setting, which each thread has for itself.

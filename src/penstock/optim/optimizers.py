@@ -1,4 +1,4 @@
-"""The optimizers by name. Each is torch's of the same name; Lion, which torch lacks, is ours."""
+"""Optimizers by name. Each is torch's of the same name; Lion, which torch lacks, is defined here."""
 
 from __future__ import annotations
 

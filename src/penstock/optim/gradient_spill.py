@@ -1,4 +1,4 @@
-"""Storage of gradients on flash, and the memory that they return to."""
+"""Gradients on flash, and the memory that they return to."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from penstock.io.engine import Engine, Transfer
 from penstock.io.traffic_report import reported
 from penstock.observe.clients import GRADIENTS
 from penstock.observe.recorder import Recorder
-from penstock.optim.away import discard_all
 from penstock.optim.layout import ParameterPiece, Tile
+from penstock.optim.offloaded_gradient import discard_all
 from penstock.optim.params import Param
 from penstock.staging import copy_across, ready_event
 from penstock.store.arena import Arena
@@ -32,7 +32,7 @@ FLYING_BYTES: Final = 64 * MIB
 """Of gradients on their way out, at most: their memory is not free yet."""
 
 
-class Reading:
+class GradientRead:
     """A piece of a gradient on its way back."""
 
     def __init__(self, memory: NDArray[np.uint8], ticket: Ticket, transfer: Transfer) -> None:
@@ -42,7 +42,7 @@ class Reading:
         self._transfer = transfer
 
     def wait(self, dtype: torch.dtype) -> Tensor:
-        """The elements. Raises TransferError or ChecksumError with the gradient's name."""
+        """Return the elements. Raises TransferError or ChecksumError with the gradient's name."""
         try:
             self._transfer.wait()
         except TransferError as error:
@@ -54,16 +54,16 @@ class Reading:
                 nbytes=error.nbytes,
                 moved_bytes=error.moved_bytes,
                 free_bytes=error.free_bytes,
-                advice=f"they are the {self._ticket.label}, which is lost: make the step anew",
+                advice=f"{self._ticket.label} is lost; redo forward and backward of this step",
             ) from error
         start = self._ticket.window.skew
         return torch.from_numpy(self._memory[start : start + self._ticket.nbytes]).view(dtype)
 
 
-class Shelf:
-    """The gradients that are on flash, cut as tiles are. Thread-safe.
+class GradientSpill:
+    """Gradients on flash, in the pieces that tiles have of them. Thread-safe.
 
-    Nothing is made before the first of them: a run whose gradients fit takes no space.
+    Files and memory are made for the first of them: a run whose gradients fit takes no space.
     """
 
     def __init__(
@@ -92,18 +92,18 @@ class Shelf:
         return 0 if self._tier is None else self._tier.held_bytes
 
     def lay(self) -> None:
-        """Take note of the tiles that there are."""
+        """Look up which tiles have a part of which parameter."""
         self._pieces = {}
         for tile in self._tiles:
             for piece in tile.pieces:
                 self._pieces.setdefault(piece.param, []).append(piece)
 
     def pieces(self, param: int) -> list[ParameterPiece]:
-        """The parts that tiles have of a parameter, in order."""
+        """Return the parts that tiles have of a parameter, in order."""
         return self._pieces[param]
 
     def open(self) -> FlashTier:
-        """The tier. Raises TransferError, or NoSpaceError if not all gradients would fit."""
+        """Return the tier. Raises TransferError, or NoSpaceError if not all gradients would fit."""
         with self._lock:
             if self._tier is None:
                 # a piece may begin and end inside a page; what is given up may still be on its way
@@ -126,9 +126,9 @@ class Shelf:
             return self._tier
 
     def take(self, flat: Tensor) -> Tensor:
-        """The values of a gradient in memory that is not the heap's, which is not to be torn to pieces.
+        """Return a gradient's values outside the heap, which would be fragmented otherwise.
 
-        A copy, unless they are there already. Raises as ``open``.
+        They are copied unless they are there already. Raises as ``open``.
         """
         self.open()
         assert self._arena is not None
@@ -138,11 +138,11 @@ class Shelf:
         return copy_across(flat, self.empty(flat.numel(), flat.dtype), ready_event(flat.device))
 
     def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a gradient, of any contents."""
+        """Return uninitialised memory for a gradient."""
         return torch.from_numpy(self._memory(elements * dtype.itemsize)).view(dtype)
 
     def write(self, param: Param, flat: Tensor) -> list[Ticket]:
-        """Begin to write what ``take`` has given, a ticket for each piece. Raises as ``open``."""
+        """Begin to write what ``take`` returned; return a ticket for each piece. Raises as ``open``."""
         tier = self.open()
         tickets: list[Ticket] = []
         try:
@@ -162,16 +162,16 @@ class Shelf:
             raise
         return tickets
 
-    def begin_read(self, tickets: Sequence[Ticket], piece: ParameterPiece) -> Reading:
-        """Begin to read a piece of what ``write`` has made."""
+    def begin_read(self, tickets: Sequence[Ticket], piece: ParameterPiece) -> GradientRead:
+        """Begin to read a piece that ``write`` wrote."""
         ticket = tickets[self.pieces(piece.param).index(piece)]
         memory = self._memory(ticket.window.nbytes)
         transfer = self.open().read(ticket, memory.ctypes.data, keep_alive=memory)
         reported(transfer, "read", GRADIENTS, self._directories[0])
-        return Reading(memory, ticket, transfer)
+        return GradientRead(memory, ticket, transfer)
 
     def trim(self) -> None:
-        """Give memory back that nothing comes back to now."""
+        """Free the memory that no gradient is in."""
         if self._arena is not None:
             self._arena.trim()
 
@@ -190,7 +190,7 @@ class Shelf:
             self._arena.close()
 
     def _memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """Aligned memory, of large pages as long as there are any; free when nobody has the array."""
+        """Return aligned memory, of large pages if there are any; it is free when the array is gone."""
         granule = self.open().spec.granule_bytes
         assert self._arena is not None
         block = self._arena.allocate(nbytes)

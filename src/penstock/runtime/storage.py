@@ -1,0 +1,488 @@
+"""Data of the runtime: saved storages, the passes that they belong to, and what is learnt of slots.
+
+Data only: what moves them, and what plans for them, imports this module, which imports nothing of the
+runtime that does either. All of it is guarded by the runtime's lock.
+
+[Note: residency]
+    The memory that exists for a storage that can be spilled::
+
+                    save                        written                    read begins
+            (new) ────────▶ RESIDENT ──▶ WRITING ────────▶ SPILLED ──────────────────▶ READING
+                               ▲            │                 ▲  ▲                        │
+                               └────────────┘                 │  └── dropped, or the ─────┤ done
+                          needed before it was written,       │      last user took it    ▼
+                          or the write failed                 └────────────────────── RESTORED
+
+    Every state can also end in DEAD, when the last handle that autograd holds has died.
+
+[Note: passes]
+    A pass is a forward graph and its backward: the unit that is profiled, planned and prefetched. It
+    begins with the first tensor saved after a backward, and ends with the next backward. So an iteration
+    with gradient accumulation has several passes alike, one with two losses may have two different ones,
+    and interleaved micro-batches share one. Within a pass a slot is known by the path of its module, how
+    many storages that module has saved before it in the pass, and its size; never by an address or by a
+    global counter, so that the next iteration finds it again.
+
+[Note: preserved objects]
+    When the last reference in Python to a tensor or a storage goes, and torch has others, torch keeps the
+    Python object for later, and owns it. Before torch 2.11 whoever gets that object back by a weak
+    reference has to say so: else it refers to memory that may go while it is held. ``torch.utils.weak``
+    does the same.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import torch
+
+from penstock.plan.operators import Operator
+from penstock.plan.slots import MatchKey, SlotKey
+
+if TYPE_CHECKING:
+    from penstock.plan.plan import Decision
+    from penstock.plan.profile import CodecSample
+    from penstock.runtime.digests import Digest
+
+MAX_RECORDS: Final = 100_000
+"""A forward that has saved so much without a backward is an evaluation without ``no_grad``."""
+INPUT: Final = "<input>"
+"""Ends the names of what a module that is run again was called with, until something inside saves it."""
+
+_KNOWS: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
+"""True if torch itself sees who gets its objects."""
+
+_slot_key = lru_cache(maxsize=65536)(SlotKey)
+
+
+class Telling(weakref.ref[Any]):
+    """Tells torch when what it refers to is held again. See [Note: preserved objects]."""
+
+    __slots__ = ()
+
+    def __call__(self) -> Any:
+        """The tensor or storage; None if it is gone."""
+        found = super().__call__()
+        if found is not None:
+            found._fix_weakref()
+        return found
+
+
+if TYPE_CHECKING:
+    TensorRef = weakref.ref
+else:
+    TensorRef = weakref.ref if _KNOWS else Telling
+
+
+class Residency(enum.Enum):
+    """Which memory exists for a saved storage."""
+
+    RESIDENT = "resident"
+    """The storage itself is held, and charged. If ``ticket`` is set, a tier has its bytes too."""
+    WRITING = "writing"
+    """The storage is held and charged; a tier is being filled from it."""
+    SPILLED = "spilled"
+    """Only the tier has the bytes; or nobody, and ``remake`` makes them. The program itself may still
+    hold the storage (``source``)."""
+    READING = "reading"
+    """The tier has the bytes; device memory is charged and being filled from it."""
+    RESTORED = "restored"
+    """The tier has the bytes, and so does device memory held for a coming unpack, and charged."""
+    DEAD = "dead"
+    """No handle is left: nothing is held."""
+
+
+class Origin(NamedTuple):
+    """Module and thread that saved a storage."""
+
+    module: str
+    """Path of the innermost running module."""
+    kind: str
+    """Name of the module's type."""
+    dtype: str
+    """As ``"float32"``."""
+
+
+class Encoding(NamedTuple):
+    """How a storage's bytes are to be made fewer on the way out."""
+
+    codec: str
+    """By its name, as in plans: ``"zero-value"``."""
+    dtype: str
+    """Of the elements, by torch's name: ``"float32"``."""
+
+
+class View(Protocol):
+    """A handle that keeps a view of a saved storage while that is where it was."""
+
+    view: torch.Tensor | None
+    """That; ``None`` once it is stripped."""
+    unpacked: bool
+    """True if it has been asked for."""
+    saved: SavedStorage | KeptStorage | None
+    """Storage of which it is a view."""
+
+    def strip(self) -> None:
+        """Let go of the storage, remembering the view."""
+
+
+@dataclass(slots=True)
+class SlotRecord:
+    """Facts that one pass learnt about one slot, for the profile. Times are compute time."""
+
+    key: SlotKey
+    origin: Origin
+    saved_at_ns: int
+    small_bytes: int
+    """Bytes below the floor that were alive then."""
+    needed_at_ns: int | None = None
+    held_elsewhere: bool = False
+    handles: int = 1
+    """Saved tensors that are views of it."""
+    sign_only_handles: int = 0
+    """Those of which backward is proven to ask only which elements are above zero."""
+    codecs: tuple[CodecSample, ...] = ()
+    """Results of codecs on a sample of it, if one was taken."""
+    frame_bytes: int | None = None
+    """Bytes that it took in a tier, if it was encoded."""
+    planned: bool = False
+    """True if the plan of then knew it."""
+    waited_ns: int = 0
+    """How long backward waited for it to be read."""
+    producer: str | None = None
+    """As in ``SlotProfile``; known once an observed pass is over."""
+    recipe: tuple[str, ...] = ()
+    """As in ``SlotProfile``; known in an observed pass."""
+    source: SlotRecord | None = None
+    """Record of the recipe's input."""
+
+
+class Remake:
+    """How one storage is made again.
+
+    Attributes:
+        name: What makes it, for errors; one that is proven once counts as proven.
+        make: Makes it: a tensor that is all there is in its storage.
+        lock: Held while it is made.
+        digest: Of what was dropped, where it is to be proven.
+    """
+
+    __slots__ = ("digest", "lock", "make", "name")
+
+    def __init__(self, name: str, make: Callable[[], torch.Tensor]) -> None:
+        """Nothing is dropped yet."""
+        self.name = name
+        self.make = make
+        self.lock = threading.RLock()
+        self.digest: Digest | None = None
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class SavedStorage:
+    """One storage that autograd saved, however many saved tensors are views of it.
+
+    Guarded by the runtime's lock. What keeps which memory alive:
+
+    * ``storage`` is the only strong reference Penstock holds to memory: to the source while RESIDENT
+      or WRITING, to the restored copy while RESTORED, else ``None``.
+    * ``source`` and ``restored`` are weak: they tell whether somebody else (the user's frame, a node
+      that has unpacked but not finished) still holds a live copy that can be used again.
+    """
+
+    cdata: int
+    """Key in the executor's table; whose it is, ``source`` tells, for addresses are used again."""
+    nbytes: int
+    version: int
+    """Version counter when it was saved; saves at another version are another SavedStorage."""
+    source: weakref.ref[torch.UntypedStorage]
+    base: weakref.ref[torch.Tensor | torch.UntypedStorage]
+    """The tensor whose version counter ``version`` belongs to, which guards the whole storage; or the
+    storage itself, if its parts have counters of their own."""
+    of_pass: Pass
+    index: int
+    """Position in its pass, in the order of saving."""
+    record: SlotRecord
+    storage: torch.UntypedStorage | None
+    state: Residency = Residency.RESIDENT
+    restored: weakref.ref[torch.UntypedStorage] | None = None
+    ticket: Any = None
+    """Claim on the bytes in ``tier``; kept until DEAD, because a graph may be walked again."""
+    tier: Any = None
+    writing: bool = False
+    """True if a write is under way, also after it was needed or has died: its charge stays."""
+    target: Any = None
+    """Device memory being filled, while READING."""
+    read: Any = None
+    """The transfer that fills it."""
+    handles: int = 1
+    complete: bool = True
+    """Only an in-place operation could change it, and a version counter would tell; see
+    [Note: complete storages]."""
+    deferred: Decision | None = None
+    """Offloading postponed until it is known whether signs are enough. RESIDENT meanwhile."""
+    encoding: Encoding | None = None
+    """How its bytes in ``tier`` are encoded; ``None``: they are as they were."""
+    views: list[weakref.ref[View]] | None = None
+    """Handles that keep a view of the storage, to be stripped before it is spilled."""
+    pending: int = 1
+    """Handles that were never unpacked: while there are any, RESTORED memory is held for them."""
+    stuck: bool = False
+    """Writing it has failed: it stays where it is."""
+    remake: Remake | None = None
+    """How its bytes are made again, when it is SPILLED and no tier has them."""
+    awaits_maker: bool = False
+    """True if it is dropped when the call that makes it ends. RESIDENT meanwhile."""
+    refused_at_bytes: int = -1
+    """Bytes that tiers held when they had no room for it: once they hold less, it is not ``stuck``."""
+
+    @property
+    def key(self) -> SlotKey:
+        """Name of the slot."""
+        return self.record.key
+
+    @property
+    def label(self) -> str:
+        """Name in errors, logs and traces."""
+        return str(self.record.key)
+
+
+@dataclass(slots=True, eq=False)
+class KeptStorage:
+    """A storage that stays, however many saved tensors view it. Guarded by the runtime's lock."""
+
+    cdata: int
+    nbytes: int
+    version: int
+    source: weakref.ref[torch.UntypedStorage]
+    base: weakref.ref[torch.Tensor | torch.UntypedStorage]
+    of_pass: Pass
+    index: int
+    """Position in its pass, in the order of saving."""
+    place: tuple[str, str]
+    """Path and type of the module that saved it."""
+    ordinal: int
+    dtype: torch.dtype
+    view: weakref.ref[View]
+    """The first handle, whose view keeps the storage alive."""
+    more_views: tuple[weakref.ref[View], ...] = ()
+    """Those of the other handles."""
+    handles: int = 1
+    complete: bool = True
+    """As in ``SavedStorage``."""
+    promoted: SavedStorage | None = None
+    """Storage that it has become, once it can be spilled."""
+
+    @property
+    def key(self) -> SlotKey:
+        """Name of the slot."""
+        return SlotKey(self.place[0], self.ordinal, self.nbytes)
+
+    @property
+    def label(self) -> str:
+        """Name in errors."""
+        return str(self.key)
+
+
+@dataclass(slots=True, eq=False)
+class SmallStorage:
+    """A saved storage below the floor."""
+
+    cdata: int
+    nbytes: int
+    source: weakref.ref[torch.UntypedStorage]
+    handles: int = 0
+
+
+class Pass:
+    """Storages saved between two backwards. Guarded by the runtime's lock.
+
+    Attributes:
+        index: Number of the pass in its session, from 1.
+        start_ns: When it began, in compute time.
+        backward_start_ns: When the first of its storages was needed.
+        end_ns: When its backward was over.
+        began_ns: When it began, by the recorder's clock.
+        backward_began_ns: When the first of its storages was needed, by the recorder's clock.
+        records: What was learnt about each slot, in the order of saving; not about those kept.
+        saved_count: Storages above the floor that it has saved.
+        ordinals: How many of them each module has saved, by its path.
+        kept: Those that only count, by their position in the pass. See [Note: kept storages].
+        kept_bytes: The sum of all that ever were in ``kept``.
+        promoted: Whether any of them had to be made ready to be spilled.
+        small_bytes: The most bytes below the floor that were alive at once.
+        small_count: Storages saved below the floor.
+        spilled: Whether any of its storages has been, or is being, written to a tier.
+        dropped: Storages that were not held, because they will be made again.
+        place: The furthest place of the plan's order of need that backward has come to; -1 before it.
+        window_full: Whether a read had to wait because the window was full.
+        observed: Whether it was watched closely enough to plan what to make again.
+        operators: What ran in it, if it was observed.
+    """
+
+    def __init__(self, index: int, start_ns: int, began_ns: int) -> None:
+        """Begin a pass at ``start_ns`` of compute time, and ``began_ns`` of the clock's."""
+        self.index = index
+        self.start_ns = start_ns
+        self.backward_start_ns: int | None = None
+        self.end_ns: int | None = None
+        self.began_ns = began_ns
+        self.backward_began_ns = 0
+        self.records: list[SlotRecord] = []
+        self.small_bytes = 0
+        self.small_count = 0
+        self._live: dict[int, SavedStorage] = {}
+        self.saved_count = 0
+        self.ordinals: dict[str, int] = {}
+        self.kept: dict[int, KeptStorage] = {}
+        self.kept_bytes = 0
+        self.promoted = False
+        self.spilled = False
+        self.dropped = 0
+        self.place = -1
+        self.window_full = False
+        self.observed = False
+        self.operators: tuple[Operator, ...] = ()
+        self._need: list[int] | None = None
+        self._here = 0
+        self._ahead = 0
+        self._position: dict[int, int] = {}
+
+    def begin_backward(self, at_ns: int, clock_ns: int) -> None:
+        """The first of its storages is needed, at these times of compute and of the clock."""
+        self.backward_start_ns = at_ns
+        self.backward_began_ns = clock_ns
+
+    def retime(self, times: Mapping[int, int]) -> None:
+        """Put what is in ``times`` in the place of its moments; the order of them stays.
+
+        Args:
+            times: By the times that it has now, both in ns.
+        """
+        self.start_ns = times.get(self.start_ns, self.start_ns)
+        if self.backward_start_ns is not None:
+            self.backward_start_ns = times.get(self.backward_start_ns, self.backward_start_ns)
+        if self.end_ns is not None:
+            self.end_ns = times.get(self.end_ns, self.end_ns)
+        for record in self.records:
+            record.saved_at_ns = times.get(record.saved_at_ns, record.saved_at_ns)
+            if record.needed_at_ns is not None:
+                record.needed_at_ns = times.get(record.needed_at_ns, record.needed_at_ns)
+        moved = (
+            each.moved(times.get(each.start_ns, each.start_ns), times.get(each.end_ns, each.end_ns))
+            for each in self.operators
+        )
+        self.operators = tuple(each for each in moved if each.took_ns)
+
+    def new_key(self, module: str, nbytes: int) -> SlotKey:
+        """The identity of the next storage that ``module`` saves."""
+        ordinal = self.ordinals.get(module, 0)
+        self.ordinals[module] = ordinal + 1
+        return _slot_key(module, ordinal, nbytes)
+
+    def next_ordinal(self, module: str) -> int:
+        """Of the next storage that ``module`` saves."""
+        return self.ordinals.get(module, 0)
+
+    def add(self, saved: SavedStorage) -> None:
+        """Remember a storage until it is dead, and its record until the pass has been profiled."""
+        self._live[saved.index] = saved
+        self.saved_count += 1
+        self.records.append(saved.record)
+        self._need = None  # saved during backward: the order of need changes
+
+    def promote(self, saved: SavedStorage) -> None:
+        """Note that a storage added as only kept can be spilled from now on."""
+        self._live[saved.index] = saved
+        self.promoted = True
+
+    def remove(self, saved: SavedStorage) -> None:
+        """The storage is dead."""
+        self._live.pop(saved.index, None)
+
+    @property
+    def abandoned(self) -> bool:
+        """Return whether its graph was dropped without backward (TRAPS rule 7), or grows without end."""
+        if self.backward_start_ns is not None:
+            return False
+        if self.kept or self._live:
+            return self.saved_count > MAX_RECORDS
+        return self.saved_count > 0
+
+    @property
+    def live(self) -> Iterator[SavedStorage]:
+        """Storages that are not dead and could be spilled, in the order of saving."""
+        return iter(sorted(self._live.values(), key=_index))
+
+    def arrive(self, saved: SavedStorage | KeptStorage, ranks: dict[MatchKey, int]) -> None:
+        """``saved`` is being needed now: what follows it is expected next.
+
+        Args:
+            saved: A storage of this pass.
+            ranks: The plan's order of need, by ``SlotKey.match_key``. If it does not know every live
+                storage, the reverse of the order of saving is expected.
+        """
+        if self._need is None:
+            self._order(ranks)
+        here = self._position.get(saved.index, 0)
+        if here < self._here:  # the graph is walked again, or not in the order foreseen
+            self._ahead = here
+        self._here = here
+        self._ahead = max(self._ahead, here + 1)
+
+    def next_spilled(self, *, again: bool) -> SavedStorage | None:
+        """The next storage in the order of need that only a tier has; ``None`` if there is none.
+
+        Args:
+            again: Also those of which every handle has been unpacked before.
+        """
+        need = self._need or ()
+        while self._ahead < len(need):
+            following = self._live.get(need[self._ahead])
+            if following is not None:
+                if following.state is Residency.WRITING:
+                    return None  # its turn comes when it has been written, or it is needed first
+                if (
+                    following.state is Residency.SPILLED
+                    and following.remake is None
+                    and (again or following.pending > 0)
+                    and in_tier_only(following)
+                ):
+                    return following
+            self._ahead += 1
+        return None
+
+    def needed_last(self) -> Iterator[SavedStorage]:
+        """Live storages, the one that will be needed last first."""
+        if self._need is None:
+            yield from self.live
+            return
+        for index in reversed(self._need):
+            saved = self._live.get(index)
+            if saved is not None:
+                yield saved
+
+    def _order(self, ranks: dict[MatchKey, int]) -> None:
+        alive: list[SavedStorage | KeptStorage] = [*self._live.values(), *self.kept.values()]
+        alive.sort(key=_index, reverse=True)
+        known = {saved.index: ranks.get(saved.key.match_key) for saved in alive}
+        if None not in known.values():
+            alive.sort(key=lambda saved: known[saved.index] or 0)
+        order = [saved.index for saved in alive]
+        self._need = order
+        self._position = {index: place for place, index in enumerate(order)}
+        self._here = self._ahead = 0
+
+
+def _index(saved: SavedStorage | KeptStorage) -> int:
+    return saved.index
+
+
+def in_tier_only(saved: SavedStorage) -> bool:
+    """Return whether no live copy of its bytes is left, in whosever hands."""
+    return saved.source() is None and (saved.restored is None or saved.restored() is None)
