@@ -9,6 +9,7 @@ from torch import nn
 from penstock.core.errors import BudgetError
 from penstock.core.units import MIB
 from penstock.report.run_file import read_run
+from penstock.store.account import host_account
 
 
 def network(layers=8):
@@ -133,3 +134,38 @@ def test_a_refusal_with_a_profile_names_what_does_for_the_whole_step(session_for
     with session_for(net, policy="auto", device_memory=least) as session:
         train(net)
         assert session.budget.peak_bytes <= least
+
+
+def test_what_a_session_holds_is_in_the_process_s_account_while_it_is_open(session_for):
+    net, memory = network(), host_account()
+    before = memory.used_bytes
+    with session_for(net, policy="keep") as session:
+        loss = net(torch.randn(1024, 256)).square().mean()
+        held = memory.holdings()["saved tensors"].nbytes
+        assert held == session.budget.used_bytes > 8 * MIB
+        loss.backward()
+    assert memory.used_bytes == before
+    with session_for(net, flash=(), flash_capacity=None, host_memory="64MiB"):
+        loss = net(torch.randn(1024, 256)).square().mean()
+        assert memory.holdings()["host tier"].nbytes > 0
+        loss.backward()
+    assert memory.used_bytes == before
+
+
+def test_a_limit_of_the_process_bounds_saved_tensors_too(session_for, monkeypatch):
+    net, plain, memory = network(), network(), host_account()
+    train(plain)
+    monkeypatch.setattr(memory, "limit_bytes", memory.used_bytes + 9 * MIB)
+    with session_for(net, policy="auto", device_memory="1GiB") as session:
+        memory.reset_peak()
+        train(net)
+        assert session.recorder.snapshot().counted("evicted") > 0
+        assert memory.peak_bytes <= memory.limit_bytes
+    memory.force(9 * MIB, "others")
+    with (
+        session_for(other := network(), policy="auto", device_memory="1GiB"),
+        pytest.raises(BudgetError, match=r"in the memory budget of .* \(others 9") as caught,
+    ):
+        train(other)
+    memory.free(9 * MIB, "others")
+    assert caught.value.limit_bytes == memory.limit_bytes

@@ -10,13 +10,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def survey():
-    loader = importlib.machinery.SourceFileLoader("survey", str(ROOT / "scripts" / "survey"))
-    spec = importlib.util.spec_from_loader("survey", loader)
+def script(name):
+    loader = importlib.machinery.SourceFileLoader(name, str(ROOT / "scripts" / name))
+    spec = importlib.util.spec_from_loader(name, loader)
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def survey():
+    return script("survey")
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,47 @@ def test_imports_for_typing_count(survey):
         {"p.a": ast.parse(source), "p.b": ast.parse(""), "p.c": ast.parse("")}
     )
     assert found["p.a"] == {"p.b", "p.c"}
+
+
+def test_what_should_exist_once_is_counted_until_the_shared_module_serves(survey, monkeypatch):
+    monkeypatch.setattr(survey, "SHARED", {"pools": ("pool", ("Ring", "Owner:Arena", "Gone"))})
+    parts = {
+        "penstock.store.pool": "class Pool: ...",
+        "penstock.io.arena": "class Arena: ...",
+        "penstock.optim.ring": "class Ring: ...",
+        "penstock.optim.user": "a = Ring()\nclass Owner:\n    def f(self): return Arena()",
+        "penstock.optim.engine": "engine = aio.default_engine()",
+        "penstock.io.aio": "def default_engine(): return AioEngine()",
+    }
+
+    def counted(**changed):
+        trees = {module: ast.parse(text) for module, text in (parts | changed).items()}
+        found = survey.counted_once(trees)
+        assert found["modules that make an engine"] == ["penstock.optim.engine"]
+        return found["pools"]
+
+    assert counted() == ["penstock.store.pool", "Ring", "Owner:Arena"]
+    parts["penstock.optim.ring"] = "from penstock.store.pool import Pool\nclass Ring: ..."
+    assert counted() == ["penstock.store.pool", "Owner:Arena"]
+    parts["penstock.optim.user"] = "class Owner:\n    def f(self, pool): return pool.take()"
+    assert counted() == ["penstock.store.pool"]
+
+
+def test_what_should_exist_once_does_not_become_more(survey, trees):
+    found = survey.counted_once(trees)
+    most = (11, 10, 9, 5, 6)
+    assert all(len(names) <= limit for names, limit in zip(found.values(), most, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("trip", "files", "hand_overs"),
+    [("activation", 29, 46), ("record", 26, 31), ("checkpoint", 25, 44)],
+)
+def test_a_datums_way_does_not_become_longer(trip, files, hand_overs):
+    # On a busy machine a wait that is else not needed adds a file.
+    found = script("trips").measure(trip)
+    assert 3 < len(found["files"]) <= files + 2
+    assert 3 < len(found["hand_overs"]) <= hand_overs + 4
 
 
 def test_the_readme_is_one_screen_and_a_half():

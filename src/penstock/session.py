@@ -39,7 +39,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.loaders import LoaderReads, Loaders
 from penstock.runtime.planner import Planner
 from penstock.runtime.stores import Stores, check_device_codec
-from penstock.store.account import Account
+from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class Session:
         self._in_block = False
         self._steps = 0
         self._stores: Stores | None = None
+        self._accounts: list[Account] = []
         self._loaders = Loaders()
         self._interrupts = LostInterrupts()
         self._rss: RssSampler | None = None
@@ -253,8 +254,15 @@ class Session:
     def _account(self, device: torch.device) -> Account:
         """Return an empty account of a device's memory, named ``device`` for the session's own."""
         name = "device" if device == self._device else f"device {device}"
-        on_change = partial(self.recorder.level, name)
-        return Account(self.config.device_bytes, name=name, on_change=on_change)
+        made = Account(
+            self.config.device_bytes,
+            name=name,
+            on_change=partial(self.recorder.level, name),
+            parent=host_account() if device.type == "cpu" else None,
+            owner="saved tensors",
+        )
+        self._accounts.append(made)
+        return made
 
     def _allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Limit a device's budget to its free memory, unless the user has set the budget."""
@@ -364,6 +372,8 @@ class Session:
             self.space.close()
         if self._stores is not None:
             self._stores.close()
+        for account in self._accounts:
+            account.close()
         if self._rss is not None:
             self._rss.stop()
         if self.recorder.log is not None:

@@ -229,7 +229,7 @@ def test_a_slow_module_takes_its_time_and_no_other(profile_of):
             self.linear = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x):
-            for _ in range(20):
+            for _ in range(60):
                 x = torch.sin(x)
             return self.linear(x)
 

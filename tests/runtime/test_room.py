@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.core.errors import BudgetError
 from penstock.core.locks import Lock
 from penstock.core.units import MIB
 from penstock.observe.clock import RealClock
@@ -20,8 +21,8 @@ ARENA = "arena"
 class Rig:
     """A full budget: half is being written, half are idle pages of the arena."""
 
-    def __init__(self, *, write_ns_per_byte, touch_ns_per_byte, timer=None):
-        self.budget = Account(8 * MIB)
+    def __init__(self, *, write_ns_per_byte, touch_ns_per_byte, timer=None, parent=None):
+        self.budget = Account(8 * MIB, parent=parent)
         assert self.budget.try_take(4 * MIB, SAVED)
         assert self.budget.try_take(4 * MIB, ARENA)
         self.trimmed = []
@@ -102,3 +103,24 @@ def test_the_timer_of_a_device_is_told_of_waits_and_of_nothing_else():
     rig.budget.free(2 * MIB, ARENA)
     rig.take(1 * MIB)
     assert told == ["begins", (1,)]
+
+
+def test_memory_of_other_products_is_waited_for(monkeypatch):
+    memory = Account(16 * MIB, name="memory")
+    rig = Rig(write_ns_per_byte=0.0, touch_ns_per_byte=0.0, parent=memory)
+    rig.end_write()
+    rig.budget.free(4 * MIB, ARENA)
+    rig.room._promote_kept = lambda: None
+    vars(rig.traffic).update(give_spare=int, restored={}, tiers={}, failed=False, reading=0)
+    rig.traffic.mover.trim = lambda nbytes: 0
+    memory.force(12 * MIB, "a checkpoint")
+    rig.budget.force(3 * MIB, SAVED)
+    thread = threading.Timer(0.05, memory.free, (4 * MIB, "a checkpoint"))
+    thread.start()
+    of_pass = SimpleNamespace(needed_last=tuple)
+    rig.room.take(2 * MIB, "test", name="it", of_pass=of_pass, saved=None)
+    thread.join()
+    monkeypatch.setattr("penstock.runtime.room.OTHERS_PATIENCE_S", 0.01)
+    memory.force(MIB, "a checkpoint")
+    with pytest.raises(BudgetError, match=r"in the memory budget.*a checkpoint 9.00 MiB, device 5"):
+        rig.room.take(3 * MIB, "test", name="it", of_pass=of_pass, saved=None)

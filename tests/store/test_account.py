@@ -1,13 +1,16 @@
 """The account that may not be exceeded by a byte."""
 
+import gc
+import os
 import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.errors import ConfigError
-from penstock.store.account import Account
+from penstock.core.config import UNLIMITED
+from penstock.core.errors import BudgetError, ConfigError
+from penstock.store.account import Account, Holding, host_account
 
 
 def test_taken_up_to_the_last_byte_and_no_further():
@@ -131,3 +134,186 @@ def test_it_adds_up(changes):
         assert [budget.used_by(owner) for owner in "abc"] == list(held.values())
         assert budget.used_bytes == sum(held.values()) <= 100
         assert budget.peak_bytes == peak
+
+
+def test_without_a_limit():
+    account = Account()
+    assert account.limit_bytes == UNLIMITED
+    assert account.try_take(1 << 50, "a")
+
+
+def test_the_table_of_owners_has_peaks_and_cannot_be_changed():
+    account = Account(100)
+    account.try_take(60, "a")
+    account.move(20, "a", "b")
+    account.free(30, "a")
+    table = account.holdings()
+    assert table == {"a": Holding(10, 60), "b": Holding(20, 20)}
+    with pytest.raises(TypeError):
+        table["a"] = Holding(0, 0)
+    account.try_take(5, "a")
+    assert table["a"] == (10, 60)
+    account.reset_peak()
+    assert account.holdings() == {"a": (15, 15), "b": (20, 20)}
+    assert not Account(100).child("x").parent.holdings()
+
+
+def test_children_are_bounded_by_their_own_limit_and_the_parent_s():
+    memory = Account(100, name="memory")
+    tight, loose = memory.child("tight", 30), memory.child("loose", owner="loose things")
+    assert not tight.try_take(31, "a")
+    assert tight.try_take(30, "a")
+    assert loose.free_bytes == 70
+    assert not loose.try_take(71, "a")
+    assert loose.try_take(70, "a")
+    assert (memory.used_by("tight"), memory.used_by("loose things")) == (30, 70)
+    assert memory.holdings() == {"tight": (30, 30), "loose things": (70, 70)}
+    tight.free(10, "a")
+    assert (tight.free_bytes, loose.free_bytes, memory.free_bytes) == (10, 10, 10)
+    tight.force(40, "b")
+    assert (tight.free_bytes, loose.free_bytes) == (-30, -30)
+    assert not loose.try_take(0, "a")
+    memory.limit_bytes = 200
+    assert loose.try_take(70, "a")
+
+
+def test_a_refused_take_changes_nothing_anywhere():
+    seen = []
+    memory = Account(10, on_change=seen.append)
+    child = memory.child("child", on_change=seen.append)
+    assert not child.try_take(11, "a")
+    assert not seen
+    assert (child.used_bytes, memory.used_bytes, child.peak_bytes, memory.peak_bytes) == (
+        0,
+        0,
+        0,
+        0,
+    )
+
+
+def test_what_a_closed_child_holds_is_freed_in_the_parent():
+    memory = Account(100)
+    child = memory.child("child")
+    child.try_take(60, "a")
+    child.close()
+    child.close()
+    assert (memory.used_bytes, memory.peak_bytes, child.used_bytes) == (0, 60, 60)
+    child.free(60, "a")
+    assert (memory.used_bytes, child.used_bytes) == (0, 0)
+
+
+def test_what_a_dropped_child_holds_is_freed_in_the_parent():
+    memory = Account(100)
+    child = memory.child("child")
+    child.child("grandchild").try_take(25, "a")
+    child.try_take(60, "a")
+    gc.collect()
+    assert memory.used_bytes == child.used_bytes == 60
+    del child
+    gc.collect()
+    assert memory.used_bytes == 0
+
+
+def test_bytes_freed_in_one_child_wake_who_waits_in_another():
+    memory = Account(10)
+    holder, waiter = memory.child("holder"), memory.child("waiter")
+    holder.try_take(10, "a")
+    waiting, got = threading.Event(), []
+
+    def wait():
+        with waiter.changed:
+            waiting.set()
+            got.append(waiter.changed.wait_for(lambda: waiter.free_bytes >= 4, timeout=20))
+
+    for give in (lambda: holder.free(4, "a"), holder.close):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        waiting.wait()
+        waiting.clear()
+        give()
+        thread.join()
+        waiter.force(4, "b")
+    assert got == [True, True]
+
+
+def test_an_error_names_what_the_full_account_holds():
+    memory = Account(4096, name="memory")
+    shelf, ring = memory.child("shelf", 1024), memory.child("ring")
+    shelf.try_take(1000, "a")
+    ring.try_take(3000, "b")
+    error = ring.refusal(200, "the buffers", "a smaller tile")
+    assert isinstance(error, BudgetError)
+    assert (error.slot, error.limit_bytes, error.least_bytes) == ("the buffers", 4096, 4200)
+    assert str(error) == (
+        "the buffers: 200 B (200 bytes) do not fit in the memory budget of 4.00 KiB, which has 96"
+        " bytes left (ring 2.93 KiB, shelf 1000 B); give it at least 4200 bytes, or a smaller tile"
+    )
+    error = shelf.refusal(50, "gradients", "fewer tiles", least_bytes=2000)
+    assert (error.limit_bytes, error.least_bytes) == (1024, 2000)
+    assert Account(5).held_by() == "nothing is held"
+
+
+def test_one_account_for_the_process_and_another_for_a_child():
+    memory = host_account()
+    assert memory is host_account()
+    held, mine = memory.used_bytes, memory.child("test of a fork")
+    mine.force(5, "a")
+    locked = threading.Event(), threading.Event()
+
+    def hold():
+        with memory.changed:
+            locked[0].set()
+            locked[1].wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    locked[0].wait()
+    pid = os.fork()
+    if not pid:  # what a thread of the parent had locked is free, and nobody's bytes are here
+        mine.free(5, "a")
+        mine.close()
+        inside = host_account()
+        os._exit(0 if inside is not memory and inside.try_take(1, "a") else 1)
+    locked[1].set()
+    holder.join()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert memory.used_bytes == held + 5
+    mine.close()
+    assert memory.used_bytes == held
+
+
+_accounts = st.sampled_from(["root", "left", "right", "leaf"])
+
+
+@given(
+    st.lists(st.tuples(_accounts, st.sampled_from("ab"), st.integers(-60, 60)), max_size=60),
+    st.tuples(*[st.one_of(st.none(), st.integers(0, 150))] * 4),
+)
+def test_children_add_up_and_no_limit_is_exceeded(changes, limits):
+    root = Account(limits[0], name="root")
+    left, right = root.child("left", limits[1]), root.child("right", limits[2])
+    accounts = {"root": root, "left": left, "right": right, "leaf": left.child("leaf", limits[3])}
+    above = {"root": (), "left": ("root",), "right": ("root",), "leaf": ("left", "root")}
+    own = dict.fromkeys(((name, owner) for name in accounts for owner in "ab"), 0)
+
+    def used(name):
+        below = {each for each in accounts if name in (each, *above[each])}
+        return sum(nbytes for (each, _), nbytes in own.items() if each in below)
+
+    for name, owner, change in changes:
+        account, before = accounts[name], own[name, owner]
+        if change < 0:
+            account.free(min(-change, before), owner)
+            own[name, owner] -= min(-change, before)
+        else:
+            fits = all(
+                used(each) + change <= accounts[each].limit_bytes for each in (name, *above[name])
+            )
+            assert account.try_take(change, owner) is fits
+            own[name, owner] += change * fits
+        for each, account in accounts.items():
+            assert account.used_bytes == used(each) <= min(account.limit_bytes, account.peak_bytes)
+            assert [account.used_by(owner) for owner in "ab"] == [own[each, who] for who in "ab"]
+        assert root.used_by("left") == left.used_bytes
+        assert root.used_by("right") == right.used_bytes
+        assert left.used_by("leaf") == accounts["leaf"].used_bytes

@@ -79,6 +79,10 @@ class Lock:
         if _deferred and not _held.count:
             run_deferred()
 
+    def renew(self) -> None:
+        """Unlock it, in a forked child: a thread that held it there is gone."""
+        self._lock = self.bare = threading.Lock()
+
     def _is_owned(self) -> bool:
         """Return True if locked, for ``threading.Condition``, which else tries to take the lock."""
         return self._lock.locked()

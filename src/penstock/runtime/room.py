@@ -10,6 +10,9 @@
     failed, or all are full, bytes have nowhere to go: then the budget is exceeded, with a warning. What
     was refused by full tiers is tried again when they hold less. A limit that was only estimated
     ([Note: what is left]) is exceeded, too, where nothing is left to be done, and nothing fails for it.
+
+    If it is other products that fill the memory of the process ([Note: one account]), all that can be
+    spilled is spilled, too, and then they are waited for, for ``OTHERS_PATIENCE_S`` at most.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from penstock.runtime.traffic import (
 )
 from penstock.store.account import Account
 
+OTHERS_PATIENCE_S: Final = 2.0
+"""Longest wait for memory of other products, such as the buffers of a checkpoint that is written."""
 _COMPILED: Final = "OptimizedModule"
 """Class name of `torch.compile(model)`, and so the name of what it saves."""
 _BLOCKS: Final = (
@@ -150,11 +155,20 @@ class Eviction:
         if victim is not None:
             self._evict(victim)
             return True
-        self._exceed(nbytes, name)
-        return False
+        return self._others_give_way(nbytes) or self._exceed(nbytes, name)
 
-    def _exceed(self, nbytes: int, name: str) -> None:
-        """Refuse to, where the limit is given and tiers could take more; else count it."""
+    def _others_give_way(self, nbytes: int) -> bool:
+        """Wait for other products if it is their memory that is in the way; return whether it is free."""
+        budget, needed = self._budget, round_up(nbytes, HUGE_PAGE_BYTES)
+        if budget.parent is None or budget.free_bytes >= needed:
+            return False
+        if budget.limit_bytes - budget.used_bytes < nbytes:
+            return False
+        with budget.changed:
+            return budget.changed.wait_for(lambda: budget.free_bytes >= needed, OTHERS_PATIENCE_S)
+
+    def _exceed(self, nbytes: int, name: str) -> bool:
+        """Refuse to, where the limit is given and tiers could take more; else count it: False."""
         traffic, advisory = self._traffic, self._budget.advisory
         if not (traffic.failed or advisory):
             self._refuse(nbytes, name)
@@ -166,6 +180,7 @@ class Eviction:
                 " host_memory or flash_capacity, or a smaller batch; further cases are only counted",
             )
         self._recorder.count("budget.overflow")
+        return False
 
     def _write_ends_sooner(self, nbytes: int) -> bool:
         """Wait for a write, if that takes less than to have idle pages again that are given back."""
@@ -234,6 +249,8 @@ class Eviction:
         used = self._budget.used_bytes
         limit = self._budget.limit_bytes
         least = used + nbytes
+        if least <= limit and self._budget.free_bytes < nbytes:
+            raise self._budget.refusal(nbytes, name, "give other uses of this memory less")
         if least <= limit:  # the bytes would fit, but what is restored takes whole pages
             pages = used + round_up(nbytes, HUGE_PAGE_BYTES)
             least = max(pages, round_up(limit + 1, HUGE_PAGE_BYTES))

@@ -24,7 +24,7 @@ from penstock.plan.machine import Machine
 from penstock.runtime.movers import CpuMover, Mover, page_slack_bytes
 from penstock.runtime.probe import measure
 from penstock.runtime.sampling import CodecSampler, Sampler
-from penstock.store.account import Account
+from penstock.store.account import Account, host_account
 from penstock.store.arena import Arena
 from penstock.store.base import Tier
 from penstock.store.flash import FlashTier
@@ -72,6 +72,7 @@ class Stores:
         """
         self.tiers: dict[str, Tier] = {}
         self._engine: Engine | None = None
+        self._host: Account | None = None
         self._host_arena: Arena | None = None
         self._recorder = recorder
         self._mover: Mover | None = None
@@ -193,6 +194,8 @@ class Stores:
             self._mover.close()
         if self._host_arena is not None:
             self._host_arena.close()
+        if self._host is not None:
+            self._host.close()
 
     def _open_flash(self, config: OffloadConfig, device: torch.device) -> Tier:
         """The flash tier over the engine that fits the device; see :mod:`.cuda.gpu_direct`."""
@@ -216,9 +219,10 @@ class Stores:
 
     def _open_mover(self, config: OffloadConfig) -> tuple[Mover, Arena | None]:
         """The mover, and what the host tier's bytes rest in, if there is one."""
-        host = Account(
+        host = self._host = host_account().child(
+            "host",
             config.host_bytes,
-            name="host",
+            owner="host tier",
             on_change=partial(self._recorder.level, "host"),
         )
         if self._accelerator is not None:

@@ -1,4 +1,18 @@
-"""Account of one memory: bytes are charged before use and freed after; the limit is never exceeded.
+"""Account of one memory: bytes are charged before use and freed after; no limit is exceeded.
+
+[Note: one account]
+    ``host_account`` is the account of all that Penstock holds in this process's memory. What a product
+    holds is charged to a *child* of it, with a limit of its own or without, and so to both. Its limit
+    therefore bounds all products together. A device with memory of its own has an account of its own.
+
+    A child, its parent and their other descendants share one lock and one condition, because bytes that
+    are freed anywhere may be what somebody elsewhere waits for.
+
+    What to do if a parent refuses is the client's decision. An arena exchanges idle pages, and else has
+    no block; the runtime evicts, waits a moment for other products, and then raises ``BudgetError``;
+    tiers are full; checkpoints, optimizers and loaders use fewer buffers, and raise ``BudgetError`` if
+    not even the least fits; buffers that make memory free, as those of suspending, are forced.
+    ``Account.refusal`` makes the error, with a table of what holds the memory.
 
 [Note: budgets never deadlock]
     ``try_take`` never waits. A thread that must wait does so on ``changed``, and while waiting holds
@@ -9,10 +23,38 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
-from penstock.core.errors import ConfigError
-from penstock.core.locks import Lock
+from penstock.core.config import UNLIMITED
+from penstock.core.errors import BudgetError, ConfigError
+from penstock.core.locks import Lock, defer
+from penstock.core.process import ForkGuard, call_in_child, fork_guard
+from penstock.core.units import format_bytes
+
+HOST: Final = "memory"
+"""Name of the process's account of host memory."""
+
+
+class Holding(NamedTuple):
+    """Bytes of one owner."""
+
+    nbytes: int
+    """Bytes now."""
+    peak_bytes: int
+    """Most bytes at any one time since ``reset_peak``."""
+
+
+class _Bytes:
+    """Running count of bytes, and its peak."""
+
+    __slots__ = ("now", "peak")
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
 
 
 class Account:
@@ -20,102 +62,258 @@ class Account:
 
     Attributes:
         name: Name of the memory: ``"device"``, ``"host"``.
-        limit_bytes: Limit of all owners together.
+        limit_bytes: Limit of all owners together, children included; ``UNLIMITED`` if there is none. May
+            be set, also below what is held: takes are refused then until enough is freed.
         advisory: True if the limit is an estimate, which may be exceeded as a last resort.
-        changed: Notified whenever bytes are freed.
+        changed: Notified whenever bytes are freed, in this account or one of the same memory.
+        parent: Account that its bytes are charged to as well; None if there is none.
     """
 
     def __init__(
         self,
-        limit_bytes: int,
+        limit_bytes: int | None = None,
         *,
         name: str = "device",
         on_change: Callable[[int], None] | None = None,
+        parent: Account | None = None,
+        owner: str = "",
     ) -> None:
         """Make an empty account.
 
         Args:
-            limit_bytes: Limit of all owners together.
-            name: Name of the memory.
+            limit_bytes: Limit of all owners together; None: no limit.
+            name: Name of the memory, for errors.
             on_change: Called with the bytes in use after every change, under the account's lock, so
                 it must be quick and must not call back.
+            parent: See ``child``.
+            owner: See ``child``.
+
+        Raises:
+            ConfigError: The limit is negative.
         """
-        if limit_bytes < 0:
+        if limit_bytes is not None and limit_bytes < 0:
             raise ConfigError(f"the {name} budget is {limit_bytes} bytes; it must be zero or more")
         self.name = name
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = UNLIMITED if limit_bytes is None else limit_bytes
         self.advisory = False
-        self._lock = Lock()
-        self.changed = threading.Condition(self._lock)  # type: ignore[arg-type]
-        self._used: dict[str, int] = {}
-        self._total = 0
-        self._peak = 0
+        self.parent = parent
         self._on_change = on_change
+        self._rows: dict[str, _Bytes] = {}
+        self._all = _Bytes()
+        self._in_parent = self._all  # not used without a parent
+        self._close: weakref.finalize[..., Account] | None = None
+        if parent is None:
+            self._lock = Lock()
+            self.changed = threading.Condition(self._lock)  # type: ignore[arg-type]
+            return
+        self._lock, self.changed = parent._lock, parent.changed
+        with self._lock:
+            self._in_parent = parent._row(owner or name)
+        self._close = weakref.finalize(
+            self, defer, parent._lose, self._all, self._in_parent, fork_guard()
+        )
+        self._close.atexit = False
+
+    def child(
+        self,
+        name: str,
+        limit_bytes: int | None = None,
+        *,
+        owner: str = "",
+        on_change: Callable[[int], None] | None = None,
+    ) -> Account:
+        """Return an empty account whose bytes are charged to this one as well.
+
+        What it holds is freed in this account when it is closed, or when nothing refers to it any more.
+
+        Args:
+            name: Name of the child's memory, for errors; several children may have the same.
+            limit_bytes: Limit of the child alone; None: only this account's limit counts.
+            owner: Name of its bytes in this account; ``name`` if empty. Children may share an owner.
+            on_change: See the constructor.
+
+        Raises:
+            ConfigError: The limit is negative.
+        """
+        return Account(limit_bytes, name=name, on_change=on_change, parent=self, owner=owner)
+
+    def __repr__(self) -> str:
+        limit = "" if self.limit_bytes >= UNLIMITED else f" of {format_bytes(self.limit_bytes)}"
+        return f"Account({self.name}: {format_bytes(self.used_bytes)}{limit})"
 
     @property
     def used_bytes(self) -> int:
-        """Bytes taken now."""
-        return self._total
+        """Bytes taken now, by children as well."""
+        return self._all.now
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that may still be taken; negative while forced takes are over the limit."""
-        return self.limit_bytes - self._total
+        """Bytes that may still be taken here and in all parents; negative while over a limit."""
+        free = self.limit_bytes - self._all.now
+        return free if self.parent is None else min(free, self.parent.free_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes taken at any one time since ``reset_peak``."""
-        return self._peak
+        return self._all.peak
 
     def used_by(self, owner: str) -> int:
         """Return the bytes that one owner has taken."""
-        return self._used.get(owner, 0)
+        row = self._rows.get(owner)
+        return 0 if row is None else row.now
+
+    def holdings(self) -> Mapping[str, Holding]:
+        """Return an immutable table of all owners that have ever taken bytes here, in their order.
+
+        In a parent the owners are its children, and whoever has taken bytes from it directly.
+        """
+        with self._lock:
+            rows = {owner: Holding(row.now, row.peak) for owner, row in self._rows.items()}
+        return MappingProxyType({owner: row for owner, row in rows.items() if row.peak_bytes})
 
     def try_take(self, nbytes: int, owner: str) -> bool:
-        """Take ``nbytes`` for ``owner`` if they fit under the limit; return True if they did."""
+        """Take ``nbytes`` for ``owner`` if they fit under all limits; return True if they did."""
         with self._lock:
-            total = self._total + nbytes
-            if total > self.limit_bytes:
+            if self._all.now + nbytes > self.limit_bytes:  # as _fits, without a call: hot
                 return False
-            self._used[owner] = self._used.get(owner, 0) + nbytes  # as _add, without a call: hot
-            self._total = total
-            self._peak = max(self._peak, total)
+            parent = self.parent
+            if parent is not None and not parent._fits(nbytes):
+                return False
+            row = self._rows.get(owner) or self._row(owner)
+            row.now += nbytes  # from here as _add
+            row.peak = max(row.peak, row.now)
+            everything = self._all
+            everything.now += nbytes
+            everything.peak = max(everything.peak, everything.now)
             if self._on_change is not None:
-                self._on_change(total)
+                self._on_change(everything.now)
+            if parent is not None:
+                parent._add(nbytes, self._in_parent)
             return True
 
     def force(self, nbytes: int, owner: str) -> None:
-        """Take ``nbytes`` even over the limit: the last resort if a disk failed."""
+        """Take ``nbytes`` even over the limits: a last resort, and for what makes memory free."""
         with self._lock:
-            self._add(nbytes, owner)
+            self._add(nbytes, self._row(owner))
 
     def free(self, nbytes: int, owner: str) -> None:
         """Free ``nbytes`` of ``owner``."""
         with self._lock:
-            left = self._used.get(owner, 0) - nbytes
-            assert left >= 0, f"{owner} frees {nbytes} bytes but holds {left + nbytes}"
-            self._used[owner] = left
-            self._total -= nbytes
-            if self._on_change is not None:
-                self._on_change(self._total)
+            row = self._row(owner)
+            assert row.now >= nbytes, f"{owner} frees {nbytes} bytes but holds {row.now}"
+            self._add(-nbytes, row)
             self.changed.notify_all()
 
     def move(self, nbytes: int, source: str, target: str) -> None:
         """Move ``nbytes`` from one owner to another; the total does not change."""
         with self._lock:
-            held = self._used.get(source, 0)
-            assert nbytes <= held, f"{source} moves {nbytes} bytes but holds {held}"
-            self._used[source] = held - nbytes
-            self._used[target] = self._used.get(target, 0) + nbytes
+            row, to = self._row(source), self._row(target)
+            assert nbytes <= row.now, f"{source} moves {nbytes} bytes but holds {row.now}"
+            row.now -= nbytes
+            to.now += nbytes
+            to.peak = max(to.peak, to.now)
 
     def reset_peak(self) -> None:
-        """Reset the peak to the bytes taken now."""
+        """Reset all peaks of this account, those of owners too, to the bytes taken now."""
         with self._lock:
-            self._peak = self._total
+            for each in (self._all, *self._rows.values()):
+                each.peak = each.now
 
-    def _add(self, nbytes: int, owner: str) -> None:
-        self._used[owner] = self._used.get(owner, 0) + nbytes
-        self._total += nbytes
-        self._peak = max(self._peak, self._total)
+    def close(self) -> None:
+        """Free in the parent what is held there, and charge nothing to it from now on. Idempotent.
+
+        The account itself goes on as one without a parent.
+        """
+        if self._close is not None and self._close.detach() is not None:
+            with self._lock:
+                parent, self.parent = self.parent, None
+                assert parent is not None
+                parent._add(-self._all.now, self._in_parent)
+                self.changed.notify_all()
+
+    def refusal(self, nbytes: int, slot: str, advice: str, *, least_bytes: int = 0) -> BudgetError:
+        """Return the error that ``nbytes`` do not fit, which names all that the full account holds.
+
+        Args:
+            nbytes: Bytes that were refused.
+            slot: Purpose of the bytes: ``"the buffers of an optimizer"``.
+            advice: Remedies, after "give it at least N bytes, or": ``"a smaller tile"``.
+            least_bytes: Smallest limit that would do; zero: what is held, and ``nbytes``.
+        """
+        full = self
+        while full.parent is not None and full.limit_bytes - full.used_bytes >= nbytes:
+            full = full.parent
+        least = max(least_bytes, full.used_bytes + nbytes)
+        return BudgetError(
+            f"{slot}: {format_bytes(nbytes)} ({nbytes} bytes) do not fit in the {full.name} budget of"
+            f" {format_bytes(full.limit_bytes)}, which has {max(0, full.free_bytes)} bytes left"
+            f" ({full.held_by()}); give it at least {least} bytes, or {advice}",
+            slot=slot,
+            limit_bytes=full.limit_bytes,
+            least_bytes=least,
+        )
+
+    def held_by(self) -> str:
+        """Return a list of owners and their bytes, most first, for people."""
+        rows = sorted(self.holdings().items(), key=lambda item: -item[1].nbytes)
+        parts = [f"{owner} {format_bytes(row.nbytes)}" for owner, row in rows if row.nbytes]
+        return ", ".join(parts) or "nothing is held"
+
+    # -- under the lock ---------------------------------------------------------------------------
+
+    def _row(self, owner: str) -> _Bytes:
+        row = self._rows.get(owner)
+        if row is None:
+            row = self._rows[owner] = _Bytes()
+        return row
+
+    def _fits(self, nbytes: int) -> bool:
+        if self._all.now + nbytes > self.limit_bytes:
+            return False
+        return self.parent is None or self.parent._fits(nbytes)
+
+    def _add(self, nbytes: int, row: _Bytes) -> None:
+        row.now += nbytes
+        row.peak = max(row.peak, row.now)
+        everything = self._all
+        everything.now += nbytes
+        everything.peak = max(everything.peak, everything.now)
         if self._on_change is not None:
-            self._on_change(self._total)
+            self._on_change(everything.now)
+        if self.parent is not None:
+            self.parent._add(nbytes, self._in_parent)
+
+    def _lose(self, held: _Bytes, row: _Bytes, guard: ForkGuard) -> None:
+        """Free what a child held that was dropped without ``close``."""
+        if not guard.in_child:
+            with self._lock:
+                self._add(-held.now, row)
+                self.changed.notify_all()
+
+
+_host: Account | None = None
+_host_lock = Lock()
+
+
+def host_account() -> Account:
+    """Return the account of all that Penstock holds in this process's memory; see [Note: one account].
+
+    It has no limit until one is set. A forked child has one of its own, which is empty.
+    """
+    global _host  # noqa: PLW0603
+    with _host_lock:
+        if _host is None:
+            _host = Account(name=HOST)
+        return _host
+
+
+def _begin_child() -> None:
+    """Leave the parent's account to what was inherited; its lock may have been held when it forked."""
+    global _host, _host_lock  # noqa: PLW0603
+    _host_lock = Lock()
+    if _host is not None:
+        _host._lock.renew()
+    _host = None
+
+
+call_in_child(_begin_child)
