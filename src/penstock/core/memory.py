@@ -167,15 +167,18 @@ class ProcessMemory:
 
     def held_bytes(self) -> int:
         """Return the anonymous and shared memory that is resident; 0 if it is not known."""
-        if self._fd < 0:
-            return 0
-        with suppress(OSError, ValueError):
-            return own_bytes(os.pread(self._fd, 8192, 0))
-        return 0
+        return own_bytes(self._status())
 
     def peak_bytes(self) -> int:
-        """Return the most that has been resident at any one time, pages of files included."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+        """Return the most that has been resident at any one time, without the present pages of files."""
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+        return max(0, most - _sum(self._status(), (b"RssFile:",)))
+
+    def _status(self) -> bytes:
+        if self._fd >= 0:
+            with suppress(OSError):
+                return os.pread(self._fd, 8192, 0)
+        return b""
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -186,11 +189,12 @@ class ProcessMemory:
 
 def own_bytes(status: bytes) -> int:
     """Return the memory that ``/proc/PID/status`` reports as not backed by a file."""
-    total = 0
-    for line in status.splitlines():
-        if line.startswith(_OWN):
-            total += int(line.split()[1]) * KIB
-    return total
+    return _sum(status, _OWN)
+
+
+def _sum(status: bytes, fields: tuple[bytes, ...]) -> int:
+    lines = (line for line in status.splitlines() if line.startswith(fields))
+    return sum(int(line.split()[1]) * KIB for line in lines)
 
 
 # -- what the process may use -----------------------------------------------------------------------

@@ -54,6 +54,8 @@ NOTABLE_SHARE: Final = 32
 """Divisor of a limit: a smaller change is not followed."""
 LIMIT: Final = "device_limit"
 """Mark of a limit of a device that was found, with what it was found from."""
+HOST: Final = "host"
+"""Name of the process's memory."""
 HOST_LIMIT: Final = "host_limit"
 """Mark of a limit of Penstock's host memory that was found, with what it was found from."""
 
@@ -116,6 +118,11 @@ class Remainder:
         self.other_bytes = max(self.other_bytes, most)
         self._last, self._held_bytes = now, held
 
+    @property
+    def is_settled(self) -> bool:
+        """True once an observed pass has ended."""
+        return self._base_bytes is not None
+
     def end_pass(self) -> None:
         """End an observed pass."""
         self._held_bytes = None
@@ -165,7 +172,7 @@ class FoundAllowance:
             usable_bytes: Bytes that may be used in all.
             account: Nothing, or little, is charged to it yet.
             recorder: Gets a mark for each limit.
-            device: Name of the memory, for the mark: ``"cuda:0"``; ``"host"``.
+            device: Name of the memory, for the mark: ``"cuda:0"``, or ``HOST``.
             parts: Two if the step may take as much beside the account.
         """
         self._remainder = remainder
@@ -186,11 +193,20 @@ class FoundAllowance:
 
     def grown(self) -> int | None:
         """Return another limit, after a step, if the program holds notably more than before."""
-        if self._remainder.end_step(self._account.limit_bytes // NOTABLE_SHARE):
-            return self._found()
-        return None
+        before = self._account.limit_bytes
+        grew = self._remainder.end_step(before // NOTABLE_SHARE)
+        return (
+            self._found() if grew or before - self.limit_bytes > before // NOTABLE_SHARE else None
+        )
 
     def __str__(self) -> str:
+        if self._device == HOST:
+            return (
+                f"of the {format_bytes(self.usable_bytes)} that this process may use, a step takes up to"
+                f" {format_bytes(self.other_bytes)} beside what Penstock holds,"
+                f" {format_bytes(self.reserve_bytes)} are left free, and the other"
+                f" {format_bytes(self.limit_bytes)} are for Penstock"
+            )
         return (
             f"no device_memory was given: of the {format_bytes(self.usable_bytes)} that PyTorch can use"
             f" on {self._device}, a step takes up to {format_bytes(self.other_bytes)} beside saved"
@@ -217,7 +233,7 @@ class FoundAllowance:
         """Return the limit, or one of several equal parts of it, and record it."""
         limit_bytes = max(1, self.limit_bytes // parts)
         self._recorder.mark(
-            HOST_LIMIT if self._device == "host" else LIMIT,
+            HOST_LIMIT if self._device == HOST else LIMIT,
             device=self._device,
             limit_bytes=limit_bytes,
             usable_bytes=self.usable_bytes,
@@ -229,19 +245,28 @@ class FoundAllowance:
 class SharedAllowance:
     """Limits saved tensors to what other owners of the same account leave. See [Note: who yields]."""
 
-    def __init__(self, account: Account, *, limit_bytes: int, process: FoundAllowance | None) -> None:
+    def __init__(
+        self,
+        account: Account,
+        *,
+        limit_bytes: int,
+        reserved_bytes: int = 0,
+        process: FoundAllowance | None = None,
+    ) -> None:
         """Limit ``account`` to what is left now, or half of it if the parent's limit was found.
 
         Args:
             account: Account of saved tensors; its parent has the limit that all share.
             limit_bytes: Limit of saved tensors alone.
+            reserved_bytes: Bytes that others will take.
             process: Finds the parent's limit; None: it is given.
         """
         assert account.parent is not None
+        self._is_settled = False
         self._account, self._parent = account, account.parent
         self._own_limit_bytes = limit_bytes
         self._process = process
-        self._other_bytes = self._beside()
+        self._other_bytes = max(reserved_bytes, self._beside())
         account.limit_bytes = self._left() if process is None else max(1, self._left() // 2)
         account.advisory = process is not None
 
@@ -253,16 +278,17 @@ class SharedAllowance:
         """Return the limit in bytes, after an observed pass."""
         if self._process is not None:
             self._parent.limit_bytes = self._process.settle()
+        self._is_settled = True
         return self._left()
 
     def grown(self) -> int | None:
         """Return another limit, after a step, if notably less is left than before."""
         self.look()
-        if self._process is not None and (limit_bytes := self._process.grown()) is not None:
-            self._parent.limit_bytes = limit_bytes
-        left = self._left()
-        before = self._account.limit_bytes
-        return left if before - left > before // NOTABLE_SHARE else None
+        left, before = self._left(), self._account.limit_bytes
+        if self._is_settled and before - left <= before // NOTABLE_SHARE:
+            return None
+        self._is_settled = True  # without an observed pass, as under a user plan
+        return left
 
     def _beside(self) -> int:
         return self._parent.used_bytes - self._account.used_bytes

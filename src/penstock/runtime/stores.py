@@ -31,7 +31,7 @@ from penstock.store.flash import FlashTier
 from penstock.store.host import HostTier
 
 if TYPE_CHECKING:
-    from penstock.runtime.allowance import Allowance
+    from penstock.runtime.allowance import FoundAllowance
     from penstock.runtime.cuda.accelerator import Accelerator
     from penstock.runtime.cuda.timing import DeviceTimer
 
@@ -111,7 +111,7 @@ class Stores:
         engine = self._engine
         return None if engine is None or engine.spec.gpu_direct else engine
 
-    def allowance(self, device: torch.device, budget: Account) -> Allowance | None:
+    def allowance(self, device: torch.device, budget: Account) -> FoundAllowance | None:
         """Return what finds the limit of a device's ``budget``.
 
         ``None``: the memory is the host's, or torch does not tell how much there is.

@@ -25,7 +25,7 @@ from penstock.core.units import GIB, MIB, format_bytes, round_down
 from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
-from penstock.runtime.allowance import Allowance
+from penstock.runtime.allowance import FoundAllowance, Remainder
 from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.mover import CudaMover
@@ -73,12 +73,19 @@ class Accelerator:
         assert self._mover is not None, "open_mover comes first"
         return self._mover
 
-    def allowance(self, device: torch.device, budget: Account) -> Allowance | None:
+    def allowance(self, device: torch.device, budget: Account) -> FoundAllowance | None:
         """Return what finds the limit of a device's ``budget``; None if torch tells no figures."""
         usable_bytes = self.link.usable_bytes(device)
         if usable_bytes is None:
             return None
-        return Allowance(self.link, device, usable_bytes, budget=budget, recorder=self._recorder)
+        budget.advisory = True
+        return FoundAllowance(
+            Remainder(partial(self.link.allocated, device), budget),
+            usable_bytes,
+            account=budget,
+            recorder=self._recorder,
+            device=str(device),
+        )
 
     def make_sampler(self) -> CodecSampler:
         """Make what measures codecs on storages of the device."""
