@@ -44,7 +44,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
-from penstock.core.units import format_bytes
+from penstock.core.units import MIB, format_bytes
 from penstock.observe.recorder import Recorder
 from penstock.store.account import Account
 
@@ -52,6 +52,8 @@ RESERVE_SHARE: Final = 16
 """Divisor of usable memory: that part is left free."""
 NOTABLE_SHARE: Final = 32
 """Divisor of a limit: a smaller change is not followed."""
+LEAST_SHARE_BYTES: Final = MIB
+"""Limit of saved tensors that share an account in which nothing is left."""
 LIMIT: Final = "device_limit"
 """Mark of a limit of a device that was found, with what it was found from."""
 HOST: Final = "host"
@@ -267,7 +269,9 @@ class SharedAllowance:
         self._own_limit_bytes = limit_bytes
         self._process = process
         self._other_bytes = max(reserved_bytes, self._beside())
-        account.limit_bytes = self._left() if process is None else max(1, self._left() // 2)
+        account.limit_bytes = self._left()
+        if process is not None:
+            account.limit_bytes = max(LEAST_SHARE_BYTES, account.limit_bytes // 2)
         account.advisory = process is not None
 
     def look(self) -> None:
@@ -294,4 +298,5 @@ class SharedAllowance:
         return self._parent.used_bytes - self._account.used_bytes
 
     def _left(self) -> int:
-        return max(1, min(self._own_limit_bytes, self._parent.limit_bytes - self._other_bytes))
+        left = min(self._own_limit_bytes, self._parent.limit_bytes - self._other_bytes)
+        return max(LEAST_SHARE_BYTES, left)

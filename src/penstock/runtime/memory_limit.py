@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from penstock.core.config import UNLIMITED, OffloadConfig
+from penstock.core.errors import BudgetError
 from penstock.core.memory import ProcessMemory, usable_memory
 from penstock.core.ranks import local_processes
 from penstock.core.units import MIB, format_bytes, round_down
@@ -76,12 +77,18 @@ class MemoryLimit:
         self._check()
 
     def _check(self) -> None:
-        if self._account.free_bytes < 0:
-            refused = self._account.refusal(
-                0, "a session of penstock.offload", "close what holds the memory first"
-            )
-            self.close()
-            raise refused
+        account, limit_bytes = self._account, self._account.limit_bytes
+        if account.free_bytes >= 0 or self._request is None:
+            return
+        self.close()
+        raise BudgetError(
+            f"memory limits Penstock to {format_bytes(limit_bytes)}, but in this process it already holds"
+            f" {format_bytes(account.used_bytes)} ({account.held_by()}); close what is not needed, or"
+            f" give at least {account.used_bytes} bytes, and what saved tensors need",
+            slot="memory",
+            limit_bytes=limit_bytes,
+            least_bytes=account.used_bytes,
+        )
 
     def configure(self, config: OffloadConfig, device: str) -> OffloadConfig:
         """Return the configuration with the size of the host tier, if ``memory`` implies it.

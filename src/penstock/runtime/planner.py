@@ -173,6 +173,9 @@ class Planner:
             before = self._budget.limit_bytes
             reserved = before - self._budgets.device_bytes  # of codecs
             self._budget.limit_bytes = device_bytes
+            if self._policy is not None:
+                slack = self._slack_bytes(device_bytes)
+                self._policy = leaving(policies.get(self._policy_name), slack)
             self._budgets = replace(self._budgets, device_bytes=max(1, device_bytes - reserved))
             return device_bytes != before
 

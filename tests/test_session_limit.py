@@ -1,0 +1,238 @@
+"""One number for all host memory of a session: ``memory=`` as a size, a share, or found."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from offload_runs import same_bits
+from penstock.core import memory as core_memory
+from penstock.core.config import UNLIMITED
+from penstock.core.errors import BudgetError
+from penstock.core.memory import ProcessMemory
+from penstock.core.units import MIB
+from penstock.io.pages import trim_heap
+from penstock.observe.events import Mark
+from penstock.report.run_file import read_run
+from penstock.runtime.allowance import HOST_LIMIT, LEAST_SHARE_BYTES
+from penstock.runtime.movers import page_slack_bytes
+from penstock.store.account import host_account
+
+ROWS = 1024
+SAVED_MIB = 17
+"""By ``network``: 16 of a MiB, and the input."""
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(256, 256), nn.GELU())))
+
+
+def train(net, steps=3, session=None):
+    torch.manual_seed(1)
+    for _ in range(steps):
+        net.zero_grad()
+        net(torch.randn(ROWS, 256)).square().mean().backward()
+        if session is not None:
+            session.step()
+    return net
+
+
+def gradients_of(net):
+    return [each.grad for each in net.parameters()]
+
+
+@pytest.fixture
+def plain():
+    return gradients_of(train(network()))
+
+
+@pytest.fixture
+def others():
+    """An account of another part of Penstock, empty."""
+    account = host_account().child("others")
+    yield account
+    account.close()
+
+
+@pytest.fixture
+def limited_process(monkeypatch):
+    """Limit the process to what it holds and so much more, as a control group would."""
+
+    def limit(nbytes):
+        trim_heap()  # as the session does
+        process = ProcessMemory()
+        total = process.held_bytes() + nbytes
+        process.close()
+        monkeypatch.setattr(core_memory, "cgroup_limits", lambda: [])
+        monkeypatch.setattr(core_memory, "memory_sizes", lambda: {"MemTotal": total})
+        return total
+
+    return limit
+
+
+def test_a_size_limits_all_that_penstock_holds(session_for, plain):
+    net, account = network(), host_account()
+    with session_for(net, policy="auto", memory="8MiB") as session:
+        train(net, session=session)
+        assert account.limit_bytes == 8 * MIB
+        assert account.peak_bytes <= 8 * MIB
+        assert session.plan.offloaded_bytes > 0
+    assert all(map(same_bits, gradients_of(net), plain))
+    assert account.limit_bytes == UNLIMITED, "the session is over"
+    assert not account.used_bytes
+
+
+def test_limits_of_parts_are_within_it(session_for, plain):
+    net = network()
+    settings = {"memory": "12MiB", "device_memory": "7MiB", "host_memory": "2MiB"}
+    with session_for(net, policy="auto", **settings) as session:
+        assert session.budget.limit_bytes == 7 * MIB
+        train(net, session=session)
+        assert session.budget.peak_bytes <= 7 * MIB
+        assert host_account().peak_bytes <= 12 * MIB
+    assert all(map(same_bits, gradients_of(net), plain))
+
+
+def test_the_host_tier_is_set_aside(session_for):
+    with session_for(network(), policy="auto", memory="12MiB", host_memory="4MiB") as session:
+        assert session.budget.limit_bytes == 8 * MIB
+
+
+def test_saved_tensors_get_what_others_leave(session_for, others, plain):
+    """What others hold at the end of a step is theirs in the next plan; the most of it counts."""
+    net = network()
+    with session_for(net, policy="auto", memory="16MiB") as session:
+        train(net, session=session)
+        assert session.budget.limit_bytes == 16 * MIB
+        assert others.try_take(6 * MIB, "a buffer")
+        train(net, session=session)
+        assert session.budget.limit_bytes == 10 * MIB
+        assert session.plan.budgets.device_bytes == 10 * MIB - page_slack_bytes(10 * MIB)
+        others.free(6 * MIB, "a buffer")
+        train(net, session=session)
+        assert session.budget.limit_bytes == 10 * MIB, "plans do not change to and fro"
+        reasons = {line.reason for line in session.summary().replans}
+    assert "memory" in reasons
+    assert all(map(same_bits, gradients_of(net), plain))
+
+
+def test_a_session_in_which_nothing_fits_is_refused_with_what_holds_the_memory(session_for, others):
+    assert others.try_take(20 * MIB, "a buffer")
+    with (
+        pytest.raises(BudgetError, match=r"16\.00 MiB, but .* holds 20\.00 MiB .*others 20"),
+        session_for(network(), memory="16MiB"),
+    ):
+        pass
+    assert host_account().limit_bytes == UNLIMITED
+    others.free(20 * MIB, "a buffer")
+    with session_for(network(), memory="16MiB"):
+        pass
+
+
+def test_a_share_limits_the_process(session_for, limited_process, plain):
+    """Half of what is left is for saved tensors until the first pass has shown the rest."""
+    total = limited_process(64 * MIB)
+    net = network()
+    with session_for(net, policy="auto", memory="100%") as session:
+        limit = host_account().limit_bytes
+        assert limit < 64 * MIB - total // 16 + MIB
+        assert session.budget.limit_bytes == limit // 2
+        assert session.budget.advisory
+        train(net, session=session)
+        assert session.budget.limit_bytes <= host_account().limit_bytes <= limit
+        use = session.summary().host
+    assert use.usable_bytes == total
+    assert use.limit_bytes == session.budget.limit_bytes
+    assert use.limit_source.startswith("memory='100%': 100% of the machine's")
+    assert use.rest_bytes + use.limit_bytes + total // 16 <= total
+    assert all(map(same_bits, gradients_of(net), plain))
+
+
+def test_the_limit_follows_the_rest_of_the_process(session_for, limited_process):
+    """As when an optimizer makes its states, or the script loads something."""
+    limited_process(256 * MIB)
+    net = network()
+    with session_for(net, policy="auto", memory="auto") as session:
+        train(net, session=session)
+        before = host_account().limit_bytes
+        held = bytearray(b"x") * (64 * MIB)
+        session.step()
+        assert 60 * MIB < before - host_account().limit_bytes < 72 * MIB
+        assert session.budget.limit_bytes == host_account().limit_bytes
+        del held
+        session.step()
+        assert before - host_account().limit_bytes > 60 * MIB, "the most that the rest has held"
+    marks = [each for each in session.recorder.events() if isinstance(each, Mark)]
+    found = [each.fields["limit_bytes"] for each in marks if each.name == HOST_LIMIT]
+    assert found == sorted(found, reverse=True)
+    assert len(found) >= 3
+
+
+def test_the_limit_follows_what_others_leave_on_the_machine(
+    session_for, limited_process, monkeypatch
+):
+    total = limited_process(512 * MIB)
+    net = network()
+    with session_for(net, policy="auto", memory="auto") as session:
+        train(net, session=session)
+        before = host_account().limit_bytes
+        monkeypatch.setattr(core_memory, "memory_sizes", lambda: {"MemTotal": total - 128 * MIB})
+        session._memory._next_look_ns = 0  # a second later
+        session.step()
+        assert before - host_account().limit_bytes >= 100 * MIB
+
+
+def test_nothing_fails_for_a_limit_that_was_found(session_for, limited_process, plain):
+    limited_process(0)
+    net = network()
+    with session_for(net, policy="auto", memory="auto") as session:
+        train(net, session=session)
+        assert session.recorder.snapshot().counted("budget.refused") == 0
+        assert session.budget.limit_bytes == LEAST_SHARE_BYTES
+    assert all(map(same_bits, gradients_of(net), plain))
+
+
+def test_the_summary_says_how_much_memory_is_saved_and_by_whom(session_for, others, disk_path):
+    net, log = network(), disk_path / "events.jsonl"
+    with session_for(net, policy="auto", memory="16MiB", event_log=str(log)) as session:
+        assert others.try_take(6 * MIB, "a buffer")
+        train(net, session=session)
+        summary = session.summary()
+        others.free(6 * MIB, "a buffer")
+    use = summary.host
+    owners = {line.owner: line for line in use.owners}
+    assert owners["others"].peak_bytes == owners["others"].current_bytes == 6 * MIB
+    assert owners["saved tensors"].peak_bytes <= 10 * MIB
+    assert use.held_peak_bytes <= use.limit_bytes == 16 * MIB
+    assert use.limit_source == "memory=16.00 MiB"
+    assert use.without_bytes == use.rest_bytes + summary.saved_peak_bytes
+    text = str(summary)
+    for words in ("held by Penstock", "saved tensors", "others", "without Penstock, about"):
+        assert words in text
+    assert json.loads(json.dumps(summary.to_json()))["host"]["limit_bytes"] == 16 * MIB
+    logged = read_run(log).summary.host
+    assert logged.held_peak_bytes == session.summary().host.held_peak_bytes
+
+
+def test_the_first_summary_says_what_to_set(session_for, others):
+    """Values of ``memory``, with what other parts hold, and what the process then holds."""
+    net = network()
+    with session_for(net, policy="auto") as session:
+        assert others.try_take(6 * MIB, "a buffer")
+        train(net, session=session)
+        summary = session.summary()
+        others.free(6 * MIB, "a buffer")
+    assert summary.suggestion.is_host
+    assert summary.suggestion.others_bytes == 6 * MIB
+    text = str(summary)
+    for each in summary.suggestion.budgets:
+        assert f"'{each.device_bytes // MIB + 6}MiB'" in text
+        memory = each.device_bytes + 6 * MIB
+        assert f"{(summary.host.rest_bytes + memory) / MIB:.2f} MiB" in text
+        assert others.try_take(6 * MIB, "a buffer")
+        with session_for(net, policy="auto", memory=memory) as session:
+            train(net, session=session)
+            assert session.summary().suggestion is None, "there is a limit"
+        others.free(6 * MIB, "a buffer")
