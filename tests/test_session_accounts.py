@@ -44,7 +44,7 @@ def test_the_account_has_every_client_and_its_bytes(session_for, disk_path, monk
 
     def wait_for_gradients():
         """Those that ``zero_grad`` finds on their way are not written."""
-        for ticket in optimizer._penstock.states.gradients._flying:
+        for ticket in optimizer._penstock.gradients._flying:
             ticket.written.wait()
 
     with session_for(net, machine=None, tbw="1TB") as session:
@@ -58,7 +58,7 @@ def test_the_account_has_every_client_and_its_bytes(session_for, disk_path, monk
         suspended_bytes = asleep.written_bytes
         penstock.resume(session)
         summary = session.summary()
-        states = optimizer._penstock.states
+        states = optimizer._penstock
         found = by_client(summary)
         assert found["activations"] == written_bytes(session) > 0
         assert found["gradients"] == 3 * optimizer.wear().gradient_bytes_per_step > 0
@@ -90,7 +90,7 @@ def test_what_is_written_outside_of_the_session_is_not_its(session_for, disk_pat
     with session_for(net) as session:
         pass
     step(net, optimizer)
-    assert optimizer._penstock.states.store.written > 0
+    assert optimizer._penstock.store.written > 0
     assert session.summary().ssd_written_bytes == 0
     optimizer.close()
 

@@ -1,23 +1,30 @@
 """One number for all host memory of a session: ``memory=`` as a size, a share, or found."""
 
 import json
+import threading
+from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from offload_runs import same_bits
+from penstock.checkpoint import Checkpointer
 from penstock.core import memory as core_memory
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import BudgetError
 from penstock.core.memory import ProcessMemory
 from penstock.core.units import MIB
+from penstock.data import FlashDataset, FlashLoader
 from penstock.io.pages import trim_heap
 from penstock.observe.events import Mark
+from penstock.optim import FlashAdamW
 from penstock.report.run_file import read_run
 from penstock.runtime.allowance import HOST_LIMIT, LEAST_SHARE_BYTES
 from penstock.runtime.movers import page_slack_bytes
 from penstock.store.account import host_account
+from penstock.store.arena import Arena
 
 ROWS = 1024
 SAVED_MIB = 17
@@ -236,3 +243,97 @@ def test_the_first_summary_says_what_to_set(session_for, others):
             train(net, session=session)
             assert session.summary().suggestion is None, "there is a limit"
         others.free(6 * MIB, "a buffer")
+
+
+class Watch:
+    """Samples what Penstock holds in this process, in a thread."""
+
+    def __init__(self):
+        self.most_bytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+
+    def _run(self):
+        account = host_account()
+        while not self._over.wait(0.0005):
+            self.most_bytes = max(self.most_bytes, account.used_bytes)
+
+
+def test_saved_tensors_yield_to_a_buffer_in_the_middle_of_a_step(session_for, plain):
+    """They fill the limit, so that it is only by moving them that a buffer can be had."""
+    net, blocks, pool = network(), [], None
+
+    def take(module, args, result):
+        if not blocks:
+            blocks.append(pool.allocate(4 * MIB))
+
+    with session_for(net, policy="keep", memory="18MiB") as session, Watch() as watch:
+        pool = Arena(4 * MIB, owner="others")
+        train(net, 1, session)
+        hook = net[-1].register_forward_hook(take)
+        train(net, 3, session)
+        hook.remove()
+        assert blocks[0] is not None
+        assert session.recorder.snapshot().counted("evicted") > 0
+        assert host_account().peak_bytes <= 18 * MIB
+        use = session.summary().host
+        blocks[0].free()
+        pool.close()
+    assert watch.most_bytes <= 18 * MIB
+    assert {line.owner for line in use.owners} == {"saved tensors", "others"}
+    assert all(map(same_bits, gradients_of(net), plain))
+
+
+def test_a_buffer_that_cannot_be_had_is_refused_and_training_goes_on(session_for, plain):
+    net = network()
+    with session_for(net, policy="auto", memory="12MiB") as session:
+        pool = Arena(16 * MIB, owner="others")
+        train(net, 1, session)
+        assert pool.allocate(14 * MIB) is None
+        error = pool.account.refusal(14 * MIB, "a test", "less", least_bytes=0)
+        assert "memory budget of 12.00 MiB" in str(error)
+        train(net, 3, session)
+        pool.close()
+    assert all(map(same_bits, gradients_of(net), plain))
+
+
+def train_with_everything(path, name, net):
+    """Some steps of an optimizer on flash, from flash, with checkpoints; return the weights."""
+    rows = path / f"{name}.npy"
+    np.save(rows, np.random.default_rng(0).standard_normal((4096, 256), dtype=np.float32))
+    with (
+        FlashLoader(FlashDataset(rows, memory="6MiB"), ROWS, seed=1) as loader,
+        Checkpointer(path / f"{name}-kept", memory="26MiB") as checkpoints,
+        closing(FlashAdamW(net.parameters(), flash=path, tile=1 << 14)) as optimizer,
+    ):
+        for step, batch in enumerate(batch for _ in range(2) for batch in loader):
+            net(torch.as_tensor(batch)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 3 == 0:
+                checkpoints.save(step, {"net": net}, wait=False)
+    return [each.detach().clone() for each in net.parameters()]
+
+
+def test_all_parts_together_stay_within_one_limit(session_for, disk_path):
+    """Saved tensors, an optimizer on flash, a loader and checkpoints; the same bits as without."""
+    limit = 20 * MIB
+    expected = train_with_everything(disk_path, "plain", network())
+    net = network()
+    with session_for(net, policy="auto", memory=limit) as session, Watch() as watch:
+        found = train_with_everything(disk_path, "limited", net)
+        summary = session.summary()
+    assert all(map(same_bits, found, expected))
+    assert 0 < watch.most_bytes <= limit
+    assert summary.host.held_peak_bytes <= limit
+    owners = {line.owner for line in summary.host.owners}
+    print(summary)
+    assert {"saved tensors", "optimizer", "checkpoint"} <= owners

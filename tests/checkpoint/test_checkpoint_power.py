@@ -14,6 +14,7 @@ from penstock.checkpoint import Checkpointer
 from penstock.io.threads import ThreadEngine
 from penstock.testing.power import LOST, PowerLossDisk
 from penstock.testing.power_calls import recording
+from penstock.testing.shared_engine import shared_engine_replaced
 from power_runs import Chance, examples, renaming
 
 BY_CHANCE = [
@@ -84,13 +85,18 @@ def test_a_kill_or_a_loss_of_power_and_then_a_loss_of_power(kind, count, disk_pa
     lose()
 
 
+@pytest.fixture
+def one_call_at_a_time():
+    """The shared engine moves in one thread, so that a run can be repeated call by call."""
+    with shared_engine_replaced(ThreadEngine(1)):
+        yield
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is")
 @pytest.mark.parametrize("with_dcp", [False, True], ids=["plain", "dcp"])
 def test_one_name_has_the_old_one_or_the_new_after_a_kill_and_a_loss_of_power(
-    with_dcp, disk_path, monkeypatch
+    with_dcp, disk_path, one_call_at_a_time
 ):
-    engine = ThreadEngine(1)
-    monkeypatch.setattr("penstock.checkpoint.streams._shared_engine", lambda: engine)
     with Chance(None, disk_path).folder_for() as path:
         disk = PowerLossDisk(path)
         with recording(disk):
@@ -124,7 +130,6 @@ def test_one_name_has_the_old_one_or_the_new_after_a_kill_and_a_loss_of_power(
                 assert os.listdir(left.root) == ["a"]
 
     lose()
-    engine.close()
 
 
 @pytest.mark.slow

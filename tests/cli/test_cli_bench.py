@@ -138,5 +138,5 @@ def test_the_table_names_both_sides_and_their_ratio(disk_path, capsys):
     assert main(["bench", "io", "--dir", str(disk_path), *SMALL]) == 0
     out = capsys.readouterr().out
     assert "plain calls penstock" in " ".join(out.split())  # columns are as wide as what is in them
-    for word in ("read", "overwrite", "mixed", " x\n", "4 threads"):
+    for word in ("read", "overwrite", "mixed", " x\n", "6 threads"):
         assert word in out

@@ -93,7 +93,7 @@ def test_threads_that_update_have_the_device_of_the_weights_current(disk_path, o
         )
         model(x).square().mean().backward()
         optimizer.step()
-    pool = optimizer._penstock.states.pool
+    pool = optimizer._penstock.pool
     found = {pool.submit(torch.cuda.current_device).result() for _ in range(8)}
     optimizer.close()
     assert found == {device.index}

@@ -193,6 +193,6 @@ def test_memory_decides_what_is_moved_and_never_the_result(host_memory, small):
     train(a, ours)
     train(b, theirs)
     assert_same(ours, theirs)
-    states = a._penstock.states
+    states = a._penstock
     assert (states.store.written == 0) == (host_memory == "1GiB")
     a.close()

@@ -18,16 +18,17 @@ from penstock import (
     TransferError,
 )
 from penstock.io.threads import ThreadEngine
-from penstock.optim import FlashAdamW, on_flash, store
+from penstock.optim import FlashAdamW, on_flash
 from penstock.testing.faults import Fail, FaultySyscalls
+from penstock.testing.shared_engine import shared_engine_replaced
 
 
 @pytest.fixture
-def faulty(monkeypatch):
+def faulty():
     """System calls of the engine of the next optimizer; a test sets ``_every`` or ``_faults``."""
     calls = FaultySyscalls()
-    monkeypatch.setattr(store, "ThreadEngine", lambda *_: ThreadEngine(syscalls=calls))
-    return calls
+    with shared_engine_replaced(ThreadEngine(syscalls=calls)):
+        yield calls
 
 
 def test_a_full_disk_at_construction_says_what_would_fit(small, monkeypatch):
@@ -107,7 +108,7 @@ def test_bytes_that_changed_on_flash_are_found(small, monkeypatch):
     params = parameters(sizes=[(20, 1024)])
     a = FlashAdamW(params, **small)
     train(a, params, steps=2)
-    (files,) = a._penstock.states.store._files
+    (files,) = a._penstock.store.files.files
     descriptor = os.open(f"/proc/self/fd/{files[0].fd}", os.O_WRONLY)
     for offset in range(0, 20 * 8192, 8192):
         os.pwrite(descriptor, b"?", offset + 5)
@@ -230,14 +231,14 @@ def test_wear_is_told_and_warned_of(small, caplog):
     params = parameters(sizes=[(64, 1024)])
     a = FlashAdamW(params, tbw="1GB", planned_steps=10**6, **small)
     wear = a.wear()
-    assert wear.bytes_per_step == (64 - a._penstock.states.pipeline.count) * 8192
+    assert wear.bytes_per_step == (64 - a._penstock.pipeline.count) * 8192
     assert wear.steps_until_tbw == 10**9 // wear.bytes_per_step
     give_gradients(params, 0)
     with caplog.at_level("INFO", "penstock.optim"), pytest.warns(PenstockWarning, match="planned"):
         a.step()
     assert "steps until the 0.001 TB rated" in caplog.text
     train(a, params, steps=3, first=1)
-    written = a._penstock.states.store.written
+    written = a._penstock.store.written
     train(a, params, steps=4, first=4)
-    assert a._penstock.states.store.written - written == 4 * wear.bytes_per_step
+    assert a._penstock.store.written - written == 4 * wear.bytes_per_step
     a.close()

@@ -16,9 +16,10 @@ from torch import nn
 from penstock import ChecksumError, ClosedError, PenstockWarning, TransferError
 from penstock.core.errors import SourceChangedError
 from penstock.io.threads import ThreadEngine
-from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash, store
+from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash
 from penstock.optim.offloaded_gradient import OffloadedGradient
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
+from penstock.testing.shared_engine import shared_engine_replaced
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +28,11 @@ def none_is_too_short(monkeypatch):
 
 
 @pytest.fixture
-def faulty(monkeypatch):
+def faulty():
     """System calls of the engine of the next optimizer; a test sets ``_every``."""
     calls = FaultySyscalls()
-    monkeypatch.setattr(store, "ThreadEngine", lambda *_: ThreadEngine(syscalls=calls))
-    return calls
+    with shared_engine_replaced(ThreadEngine(syscalls=calls)):
+        yield calls
 
 
 def network(dtype=torch.float32):
@@ -66,7 +67,7 @@ def comes_true(condition):
 
 
 def kept(optimizer):
-    return optimizer._penstock.states.gradients
+    return optimizer._penstock.gradients
 
 
 def gradient_bytes(model):
@@ -105,7 +106,7 @@ def test_each_gradient_is_written_once_in_a_backward_and_read_once_in_a_step(sma
     land(model)
     a.step()
     reads = [call for call in faulty.calls if call.op == "read"]
-    tiles = a._penstock.states.tiles
+    tiles = a._penstock.tiles
     assert len(reads) == sum(len(tile.pieces) for tile in tiles)
     assert kept(a).written == gradient_bytes(model)
     a.close()
@@ -144,10 +145,10 @@ def test_clipping_needs_no_second_pass_over_flash(small, faulty):
         land(ours)
         before = len(faulty.calls)
         a.step()
-        pieces = sum(len(tile.pieces) for tile in a._penstock.states.tiles)
+        pieces = sum(len(tile.pieces) for tile in a._penstock.tiles)
         assert len(faulty.calls) - before == pieces
         b.step()
-        assert torch.equal(a._penstock.states.last_norm, norm)
+        assert torch.equal(a._penstock.last_norm, norm)
         a.zero_grad()
         b.zero_grad()
     assert_same(ours.parameters(), theirs.parameters())
@@ -207,30 +208,28 @@ def test_a_grad_scaler_unscales_what_is_on_flash(small):
     a.close()
 
 
-def test_an_operator_that_has_changed_a_gradient_but_not_returned_harms_no_write(
-    monkeypatch, small
-):
+def test_an_operator_that_has_changed_a_gradient_but_not_returned_harms_no_write(small):
     """What an operator is changing in place is compared, after its write, with what it was before."""
     gate = GatedSyscalls()
-    monkeypatch.setattr(store, "ThreadEngine", lambda *_: ThreadEngine(syscalls=gate))
-    ours, theirs = network(), network()
-    a = FlashAdamW(ours.parameters(), gradient_memory=0, **small)
-    b = torch.optim.AdamW(theirs.parameters(), fused=True)
-    backward(ours, 0)
-    gate.wait_for_call()
-    for p in ours.parameters():  # as an operator does before it returns
-        p.grad.rest.real.mul_(0.5)
-    gate.open()
-    for ticket in [each for p in ours.parameters() for each in p.grad.rest.tickets]:
-        with suppress(SourceChangedError, CancelledError):
-            ticket.written.wait(10)
-    backward(theirs, 0)
-    for p in theirs.parameters():
-        p.grad.mul_(0.5)
-    a.step()  # a warning is an error
-    b.step()
-    assert_same(ours.parameters(), theirs.parameters())
-    a.close()
+    with shared_engine_replaced(ThreadEngine(syscalls=gate)):
+        ours, theirs = network(), network()
+        a = FlashAdamW(ours.parameters(), gradient_memory=0, **small)
+        b = torch.optim.AdamW(theirs.parameters(), fused=True)
+        backward(ours, 0)
+        gate.wait_for_call()
+        for p in ours.parameters():  # as an operator does before it returns
+            p.grad.rest.real.mul_(0.5)
+        gate.open()
+        for ticket in [each for p in ours.parameters() for each in p.grad.rest.tickets]:
+            with suppress(SourceChangedError, CancelledError):
+                ticket.written.wait(10)
+        backward(theirs, 0)
+        for p in theirs.parameters():
+            p.grad.mul_(0.5)
+        a.step()  # a warning is an error
+        b.step()
+        assert_same(ours.parameters(), theirs.parameters())
+        a.close()
 
 
 def test_a_gradient_that_is_given_up_gives_its_place_up(small):
@@ -273,7 +272,7 @@ def test_update_in_backward_uses_gradients_up(settings, small):
         for turn in range(times):
             backward(ours, 10 * step + turn)
             backward(theirs, 10 * step + turn)
-        for future in list(a._penstock._overlap._futures.values()):
+        for future in list(a._penstock.overlap._futures.values()):
             future.result(10)
         assert all(p.grad is None for p in ours.parameters())
         a.step()
@@ -293,7 +292,7 @@ def test_update_in_backward_clips_by_the_norm_before_though_gradients_are_gone(s
             backward(model, step)
             optimizer.step()
             optimizer.zero_grad()
-        assert torch.equal(a._penstock.states.last_norm, b._penstock.states.last_norm)
+        assert torch.equal(a._penstock.last_norm, b._penstock.last_norm)
     assert_same(ours.parameters(), theirs.parameters())
     a.close()
     b.close()

@@ -104,7 +104,7 @@ def test_a_small_model_costs_more_memory_than_torch_and_is_warned_of_before_its_
         first = [str(each.message) for each in caught if each.category is PenstockWarning]
         optimizer.step()
     raised, costs = first
-    taken = optimizer._penstock.states.pipeline.memory_bytes
+    taken = optimizer._penstock.pipeline.memory_bytes
     plain_bytes = 2 * weight.nbytes
     assert f"raised from 1.00 MiB to {format_bytes(taken)} ({taken} bytes), the least" in raised
     assert "takes more memory than in memory" in costs
@@ -118,7 +118,7 @@ def test_a_small_model_costs_more_memory_than_torch_and_is_warned_of_before_its_
         [weight], flash=disk_path, tile=1 << 12, threads=1, squeeze=False, host_memory=1 << 20
     )
     enough.step()  # a warning would be an error
-    assert 0 < enough._penstock.states.pipeline.memory_bytes <= 1 << 20
+    assert 0 < enough._penstock.pipeline.memory_bytes <= 1 << 20
     enough.close()
 
 
@@ -141,5 +141,5 @@ def test_what_torch_would_take_is_what_it_takes(name, dtype, small):
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.dim()
     )
-    assert plain_bytes(ours._penstock.states) == held > 0
+    assert plain_bytes(ours._penstock) == held > 0
     ours.close()

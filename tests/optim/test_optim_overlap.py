@@ -45,7 +45,7 @@ def test_the_bits_are_torchs_and_tiles_are_updated_before_step(settings, both):
     for step in range(6):
         before = ours[4].weight.detach().clone()
         assert backward(ours, step) == backward(theirs, step)
-        for future in list(a._penstock._overlap._futures.values()):
+        for future in list(a._penstock.overlap._futures.values()):
             future.result(10)
         assert not torch.equal(before, ours[4].weight)
         a.step()

@@ -127,7 +127,7 @@ def test_a_failure_in_the_rest_of_a_step_is_remembered(make, monkeypatch):
     model = network()
     a = make(model, accumulation=2)  # so that everything is left to step
     backward(model, 0)
-    states = a._penstock.states
+    states = a._penstock
     update, calls = states.update, []
 
     def fail(tile, step):

@@ -140,7 +140,7 @@ def test_beside_a_backward_it_is_off_unless_forced(squeeze, overlap, is_on, shri
         settings = {**shrinking, "squeeze": wanted, "overlap": overlap}
         with contextlib.closing(FlashAdamW(params, **settings)) as a:
             train(a, params, steps=2)
-            written.append(a._penstock.states.store.written)
+            written.append(a._penstock.store.written)
     assert (written[0] < 0.95 * written[1]) == is_on
 
 
@@ -156,7 +156,7 @@ def test_every_format_is_what_it_is_without(format_name, count, shrinking):
         params = parameters(torch.bfloat16, sizes=SIZES)
         a = FlashAdamW(params, **{**settings, "squeeze": on})
         train(a, params)
-        found.append((params, a.state_dict(), a._penstock.states.store.written))
+        found.append((params, a.state_dict(), a._penstock.store.written))
         a.close()
     assert_same(found[0][0], found[1][0])
     assert_same_states(found[0][1], found[1][1])
@@ -166,7 +166,7 @@ def test_every_format_is_what_it_is_without(format_name, count, shrinking):
 def test_steps_with_and_without_follow_each_other_and_wear_is_what_is_written(shrinking):
     ours, theirs = parameters(sizes=SIZES), parameters(sizes=SIZES)
     a, b = FlashAdamW(ours, **shrinking), torch.optim.AdamW(theirs, fused=True)
-    store, squeezer = a._penstock.states.store, a._penstock.states._squeezer
+    store, squeezer = a._penstock.store, a._penstock._squeezer
     for step in range(9):
         squeezer.is_on = step % 4 < 2
         before = store.written
@@ -183,7 +183,7 @@ def test_a_damaged_record_is_a_checksum_error_also_without_checksums(shrinking, 
     params = parameters(sizes=SIZES)
     a = FlashAdamW(params, **shrinking)
     train(a, params, steps=2)
-    (files,) = a._penstock.states.store._files
+    (files,) = a._penstock.store.files.files
     descriptor = os.open(f"/proc/self/fd/{files[0].fd}", os.O_WRONLY)
     os.pwrite(descriptor, b"?" * files[0].size_bytes, 0)
     os.close(descriptor)

@@ -22,7 +22,6 @@ from typing import Any, Final
 
 import torch
 
-from penstock.checkpoint import streams
 from penstock.checkpoint.disk import having_threads
 from penstock.checkpoint.fresh import Fresh
 from penstock.checkpoint.leaves import Leaf
@@ -32,6 +31,7 @@ from penstock.checkpoint.store import Saved
 from penstock.core.errors import CheckpointError, PenstockError, PenstockWarning
 from penstock.core.locks import condition
 from penstock.core.units import MIB
+from penstock.store.engine import shared_engine
 
 PIECE_BYTES: Final = 2 * MIB
 """Bytes copied at once: a huge page, and less than a block."""
@@ -180,7 +180,7 @@ class Saving:
         _under_way.add(self)
         try:
             with having_threads("a checkpoint"):
-                streams.ready()  # it may have to go on when the program ends
+                shared_engine().start()  # the save may have to go on when the program ends
                 self._thread.start()
             self._let_change(unsteady)
         except BaseException:  # nobody is given this, to wait for it

@@ -97,7 +97,7 @@ class OpenCheckpoint:
             targets: By file, where in it they begin; in this order, and none over another.
             everything: Whether blocks are proven that no region lies in.
             keep_open: Whether files stay open that were passed: they can be read once they are removed.
-            engine: What moves blocks; one of its own if None.
+            engine: Moves blocks; the engine of this process if None.
 
         Raises:
             DamagedError: A block is not what was written, or the device has lost it; says which. Blocks

@@ -70,7 +70,7 @@ class CheckpointStore:
 
     Attributes:
         disk: Changes directories.
-        make_engine: Makes what moves blocks; None: the default one.
+        make_engine: Makes the engine of each call, which closes it; None: the engine of this process.
         block_bytes: What has a checksum of its own, in checkpoints that it makes.
         file_bytes: A file is closed once it is as long as this.
     """

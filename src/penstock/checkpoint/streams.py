@@ -26,20 +26,17 @@ import xxhash
 from penstock.checkpoint.moves import Region
 from penstock.checkpoint.threads import in_thread
 from penstock.core.errors import TransferError
-from penstock.core.locks import Lock
-from penstock.core.process import ForkGuard, fork_guard
 from penstock.core.units import MIB, round_down, round_up
-from penstock.io.aio import default_engine
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, read_end
 from penstock.io.traffic_report import reported
 from penstock.observe.clients import CHECKPOINTS
-from penstock.store.arena import Arena, Block
+from penstock.store.arena import Arena
+from penstock.store.engine import shared_engine
+from penstock.store.pool import Block
 
 BUFFERS_BYTES: Final = 16 * MIB
 """Bytes in flight at once. See [Note: few buffers]."""
-_DEPTH: Final = 6
-"""Blocks that the engine has at once; the others are being filled or emptied."""
 _DEVICE_BYTES_PER_S: Final = 2e9
 """Memory that is made at less than this holds up a device."""
 _LEAST_BUFFERS: Final = 3
@@ -73,12 +70,12 @@ class Buffers:
 
         Args:
             block_bytes: How long a block is.
-            engine: Moves them; the one that all share if None.
+            engine: Moves them; the engine of this process if None.
             memory_bytes: What all blocks take; three at least.
         """
         self.block_bytes = block_bytes
         self.count = count_within(memory_bytes, block_bytes)
-        self.engine = _shared_engine() if engine is None else engine
+        self.engine = shared_engine() if engine is None else engine
         self._arena = Arena(self.count * block_bytes, owner="checkpoint")
         self._free: list[Block] = []
         self._made = 0
@@ -152,25 +149,6 @@ class Buffers:
             block.free()
         self._free.clear()
         self._arena.close()
-
-
-_engines: dict[ForkGuard, Engine] = {}
-_engines_lock = Lock()
-
-
-def _shared_engine() -> Engine:
-    """One for the process, never closed: the kernel takes 30 ms to let go of one."""
-    with _engines_lock:
-        guard = fork_guard()
-        if guard not in _engines:
-            _engines.clear()  # a parent's, from before a fork
-            _engines[guard] = default_engine(_DEPTH)
-        return _engines[guard]
-
-
-def ready() -> None:
-    """Have what moves bytes begun: for a save that may outlast the program. Raises RuntimeError."""
-    _shared_engine().start()
 
 
 def digest(address: int, nbytes: int) -> str:

@@ -350,8 +350,7 @@ class Targets:
     def _fresh_for(self, optimizer: OnFlash) -> Fresh:
         if sum(each.nbytes for each in self._manifest.tensors) <= _IN_MEMORY_BYTES:
             return self._fresh
-        directories: Any = optimizer._penstock.states.config.directories
-        return Fresh(directories[0])
+        return Fresh(optimizer._penstock.config.directories[0])
 
     def _entry(self, index: int | None) -> TensorEntry | None:
         tensors = self._manifest.tensors

@@ -27,8 +27,12 @@ def io_engine() -> Literal["aio", "auto", "threads"]:
 
 
 def io_threads() -> int:
-    """``PENSTOCK_IO_THREADS`` (4): transfers of one I/O engine in flight at once, and its threads."""
-    return _positive_int("PENSTOCK_IO_THREADS", 4)
+    """``PENSTOCK_IO_THREADS`` (6): transfers of one I/O engine in flight at once, and its threads.
+
+    With fewer, short transfers end before the engine's thread, which waits for the interpreter's lock
+    for up to 5 ms, has submitted more; with many, a demand read waits for more bytes in flight.
+    """
+    return _positive_int("PENSTOCK_IO_THREADS", 6)
 
 
 def io_piece_bytes() -> int:

@@ -72,7 +72,7 @@ class FlashDataset(torch_data.Dataset[Any]):
             index_dir: Where the index is kept; the directory ``PENSTOCK_CACHE`` if None.
             rebuild: Build the index anew.
             progress: Told the share that is done, 0 to 1, while the index is built.
-            engine: Moves bytes, shared with others; not in workers, which have their own.
+            engine: Moves bytes, but not in workers; the engine of this process if None.
             options: Of the format, as ``context=1024`` of ``tokens``.
 
         Raises:
@@ -163,13 +163,13 @@ class FlashDataset(torch_data.Dataset[Any]):
             processes=processes,
         )
 
-    def plant(self, waiting_bytes: int = 0, engine: Engine | None = None) -> Plant:
-        """Return the reader of this process, with ``engine`` if one is given. For the loaders."""
+    def plant(self, waiting_bytes: int = 0) -> Plant:
+        """Return the reader of this process. For the loaders."""
         info = torch_data.get_worker_info()
         return Plant(
             self.opened,
             self.memory_bytes,
-            engine=(engine or self._engine) if info is None else None,
+            engine=self._engine if info is None else None,
             verify=self.verify,
             waiting_bytes=waiting_bytes,
             sharers=1 if info is None else info.num_workers,

@@ -19,7 +19,6 @@ from penstock.data.rates import rates_of
 from penstock.data.reader import ReadSoFar
 from penstock.data.stream import Stream, Tally
 from penstock.data.values import current_cuda_device, nbytes_of, pinned, to_torch
-from penstock.io.engine import Engine
 
 _SETTLED: Final = 8
 """Batches after which the measured demand counts: first steps are slow."""
@@ -27,10 +26,6 @@ _SETTLED: Final = 8
 
 class Lender(Protocol):
     """A session, as a loader sees it: see :class:`penstock.Session`."""
-
-    @property
-    def engine(self) -> Engine | None:
-        """To be shared; None: it has none that reads into host memory."""
 
     def add_loader(self, loader: FlashLoader, /) -> None:
         """This loader reads from now on."""
@@ -90,9 +85,8 @@ class FlashLoader:
             decode_processes: The same in processes, for functions that hold the interpreter's lock.
             pin_memory: Batches in page-locked memory, for CUDA.
             ready: Most decoded batches to have waiting; of small ones some more, a MiB each time.
-            session: An open session of :func:`penstock.offload`, whose engine reads for this loader, too:
-                what the session needs goes first, but for what the training waits for; and its plans
-                leave to the loader what that needs of flash. Close the loader before it.
+            session: An open session of :func:`penstock.offload`, whose plans leave to the loader what it
+                needs of flash. Close the loader before it.
             demand: Bytes per second that the training will take, if they are known before they have been
                 measured; for those plans.
 
@@ -154,7 +148,11 @@ class FlashLoader:
         self._stream: Stream | None = None
         self._rested: Stream | None = None  # of a pass that goes on after a rest
         if session is not None:
-            session.add_loader(self)
+            try:
+                session.add_loader(self)
+            except BaseException:
+                self.rest()
+                raise
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch."""
@@ -280,8 +278,7 @@ class FlashLoader:
         if self._closed:
             raise ClosedError("this loader is closed; make another")
         if self._plant is None:
-            engine = None if self._session is None else self._session.engine
-            self._plant = self.dataset.plant(self._waiting_bytes, engine)
+            self._plant = self.dataset.plant(self._waiting_bytes)
             self._assembler.room = self._plant.batch_room
         return self._plant
 

@@ -22,12 +22,12 @@ from penstock.data.formats.packed import HEADER_BYTES, SUFFIX, Tables, encode_he
 from penstock.data.group import SampleGroup
 from penstock.data.index import ABSENT, Index
 from penstock.data.scan import scan
-from penstock.io.aio import default_engine
 from penstock.io.engine import Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, DirectFile, open_path
 from penstock.io.traffic_report import reported
 from penstock.observe.clients import DATA
 from penstock.store.arena import Arena
+from penstock.store.engine import shared_engine
 
 _BLOCK_BYTES: Final = 4 << 20
 
@@ -172,12 +172,12 @@ class _Writer:
         self.at = start
         self.data_bytes = 0
         self._file: DirectFile = open_path(path, "x+")
-        self._engine = default_engine()
-        self._arena = Arena(2 * _BLOCK_BYTES)
+        self._engine = shared_engine()
+        self._arena = Arena(2 * _BLOCK_BYTES, owner="data packing")
         self._address: list[int] = []
         self._memory: list[NDArray[np.uint8]] = []
         for _ in range(2):
-            block = self._arena.allocate(_BLOCK_BYTES)
+            block = self._arena.allocate(_BLOCK_BYTES, force=True)
             assert block is not None, "the arena has room for two"
             self._address.append(block.address)
             self._memory.append(block.lend(0, _BLOCK_BYTES))
@@ -189,7 +189,10 @@ class _Writer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._engine.close()
+        for transfer in self._transfers:
+            if transfer is not None:  # after an error
+                with suppress(Exception):
+                    transfer.wait()
         self._memory.clear()
         self._file.close()
         self._arena.close()

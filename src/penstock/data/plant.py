@@ -1,4 +1,4 @@
-"""Resources for reading in one process: engine, ring and reader, within the memory that the user gave.
+"""Resources for reading in one process: ring and reader, within the memory that the user gave.
 
 [Note: batch memory]
     A batch that is new memory each time costs a fault for each of its pages; and where a virtual machine
@@ -27,19 +27,15 @@ from penstock.data.order import Kind, Order, Share
 from penstock.data.rates import DatasetRates
 from penstock.data.reader import GROUP_PART, Reader
 from penstock.data.ring import ByteRing
-from penstock.io.aio import default_engine
 from penstock.io.engine import Engine
 from penstock.io.mapping import PAGE_BYTES
 from penstock.store.arena import Arena
+from penstock.store.engine import shared_engine
 
 CHUNK_BYTES: Final = 128 << 10
 """Random reads of this length are about as fast as sequential ones."""
 _WINDOW_SHARE: Final = 0.45
 """Of the ring: the next window arrives while one is used."""
-_DEPTH: Final = 6
-"""Slices of reads that the kernel has at once. Less ends before the engine's thread, which waits for the
-interpreter's lock for up to 5 ms, has handed over more. With more, two windows are read together and end
-together, and then nothing is read while they are decoded."""
 LUMP_BYTES: Final = 1 << 20
 """Of small batches that are decoded together."""
 LEAST_REUSED_BYTES: Final = 1 << 20
@@ -79,7 +75,7 @@ class Plant:
         Args:
             opened: The data set.
             memory_bytes: All that may be held.
-            engine: To be shared, and not closed here; one of its own if None.
+            engine: Moves the bytes; the engine of this process if None.
             verify: Compare checksums.
             waiting_bytes: Set aside for batches that are decoded and wait.
             sharers: Processes that share ``memory_bytes``, each with an index of its own.
@@ -91,15 +87,13 @@ class Plant:
         if engine is not None and engine.spec.gpu_direct:
             raise ConfigError(
                 f"the engine {engine.spec.name!r} moves bytes to and from device memory, and samples are"
-                " decoded in host memory: leave engine= out, the loader has one of its own then"
+                " decoded in host memory: leave engine= out"
             )
         self.memory_bytes = memory_bytes // sharers
         self.waiting_bytes = waiting_bytes
         self._index = opened.index
         self.ring = ByteRing(self.room_beside(waiting_bytes))
-        self._own = default_engine(_DEPTH) if engine is None else None
-        self.engine = engine if self._own is None else self._own
-        assert self.engine is not None
+        self.engine = shared_engine() if engine is None else engine
         self.reader = Reader(
             opened, self.ring, self.engine, verify=verify, memory_bytes=self.memory_bytes
         )
@@ -135,7 +129,7 @@ class Plant:
         return np.empty(nbytes, np.uint8) if block is None else block.lend(0, nbytes)
 
     def close(self) -> None:
-        """End the engine, if it is our own, and give the memory back. Nothing may be under way.
+        """Give the memory back. Nothing may be under way.
 
         Batches that were handed over stay what they are.
         """
@@ -144,8 +138,6 @@ class Plant:
         if self._batches is not None:
             self._batches.close()
         self.reader.close()
-        if self._own is not None:
-            self._own.close()
         self.ring.close()
 
     def room_beside(self, waiting_bytes: int) -> int:

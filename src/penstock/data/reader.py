@@ -75,7 +75,7 @@ class Reader:
         engine: Engine,
         *,
         verify: bool = True,
-        priority: Priority = Priority.READ_AHEAD,
+        priority: Priority = Priority.BACKGROUND,
         memory_bytes: int | None = None,
     ) -> None:
         """Read by an engine, which is not closed here.

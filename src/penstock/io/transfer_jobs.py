@@ -1,4 +1,11 @@
-"""Parts that engines share: queued requests by priority, their pieces, and their errors."""
+"""Parts that engines share: queued requests by priority, their pieces, and their errors.
+
+[Note: no starvation]
+    The next piece is of the most urgent request that waits. All products of a process submit to one
+    engine, so one that moves bytes all the time would keep the less urgent ones from moving at all.
+    Therefore a priority whose requests ``MAX_OVERTAKES`` pieces have overtaken is given one piece. Each
+    priority gets at least one of ``MAX_OVERTAKES`` + 3 pieces, and demands get all but three of them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from penstock.core.errors import (
     ClosedError,
@@ -21,6 +28,9 @@ from penstock.core.process import fork_guard
 from penstock.core.units import round_down, round_up
 from penstock.io.engine import File, Op, Priority, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES
+
+MAX_OVERTAKES: Final = 16
+"""Pieces that overtake the waiting requests of a lower priority before these are given one."""
 
 
 class TransferJob:
@@ -103,25 +113,39 @@ class TransferQueue:
         self._waiting: dict[Priority, deque[TransferJob]] = {
             priority: deque() for priority in Priority
         }
+        self._overtaken = dict.fromkeys(Priority, 0)  # pieces, since one of that priority was taken
 
     def append(self, job: TransferJob) -> None:
         """Add a job behind all of its priority."""
         self._waiting[job.priority].append(job)
 
     def take(self) -> TransferPiece | None:
-        """Take the next piece of the first job of the highest priority; it counts as running."""
-        for jobs in self._waiting.values():
-            if not jobs:
-                continue
-            job = jobs[0]
-            start = job.next_bytes
-            nbytes = min(job.piece_bytes, job.nbytes - start)
-            job.next_bytes += nbytes
-            job.running += 1
-            if job.next_bytes == job.nbytes:
-                jobs.popleft()
-            return TransferPiece(job, start, nbytes)
-        return None
+        """Take the next piece of the first job of the priority that is next; it counts as running."""
+        priority = self._next_priority()
+        if priority is None:
+            return None
+        jobs = self._waiting[priority]
+        job = jobs[0]
+        start = job.next_bytes
+        nbytes = min(job.piece_bytes, job.nbytes - start)
+        job.next_bytes += nbytes
+        job.running += 1
+        if job.next_bytes == job.nbytes:
+            jobs.popleft()
+        return TransferPiece(job, start, nbytes)
+
+    def _next_priority(self) -> Priority | None:
+        """Return the priority of the next piece; see [Note: no starvation]."""
+        waiting = [priority for priority, jobs in self._waiting.items() if jobs]
+        if not waiting:
+            return None
+        starved = [each for each in waiting if self._overtaken[each] >= MAX_OVERTAKES]
+        chosen = starved[0] if starved else waiting[0]
+        self._overtaken[chosen] = 0
+        for each in waiting:
+            if each > chosen:
+                self._overtaken[each] += 1
+        return chosen
 
     def finish(self, job: TransferJob, error: BaseException | None) -> bool:
         """Note that a piece is done; return True if the job is over and must be settled by the engine.

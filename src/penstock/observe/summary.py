@@ -24,8 +24,8 @@ from penstock.observe.summary_text import render, to_text
 from penstock.observe.summary_values import (
     CodecLine,
     FlowLine,
+    HostMemoryUse,
     MemoryLine,
-    MemoryUse,
     PlaceLine,
     RecomputeLine,
     ReplanLine,
@@ -108,7 +108,7 @@ class RunFacts:
     notes: tuple[str, ...] = ()
     """Informative sentences for the user, which need no action."""
     warnings: tuple[str, ...] = ()
-    host: MemoryUse | None = None
+    host: HostMemoryUse | None = None
     """Host memory of the process, if it was measured."""
 
 

@@ -58,7 +58,7 @@ class OwnerLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryUse:
+class HostMemoryUse:
     """Host memory of this process: what Penstock holds, and the rest. See ``memory`` of the settings."""
 
     limit_bytes: int | None
@@ -160,7 +160,7 @@ class SummaryValues:
     stalls: tuple[StallLine, ...]
     """Stalls by cause; the longest first."""
     memory: tuple[MemoryLine, ...]
-    host: MemoryUse | None = None
+    host: HostMemoryUse | None = None
     """Host memory of the process; ``None`` if it is not known, as in the log of a killed run."""
     places: tuple[PlaceLine, ...]
     """Offloaded and resident tensors, with reasons; the most bytes first."""

@@ -4,14 +4,14 @@ They come to the processor tile by tile, are updated there by the optimizer's ow
 Read in this order:
 
 - ``optimizer``: ``OnFlash`` and ``on_flash``; ``optimizers``: by name; ``config``: settings;
-- ``states``: what is where, and how a step passes over it; ``groups``: what is kept of each group;
+- ``states``: steps and their commit; ``groups``: what is kept of each group;
 - ``layout``: parameters to tiles; ``formats``: a tile's record; ``probe``: what an optimizer keeps;
-- ``store``: where records rest; ``pipeline``: read ahead, update, write behind; ``ring``: the memory for
-  that; ``turns``: whose turn it is; ``squeeze``: fewer bytes;
+- ``store``: records on flash; ``pipeline``: read ahead, update, write behind, through ``buffers``;
+  ``squeeze``: fewer bytes;
 - ``gradients``: those that wait; ``offloaded_gradient``: the tensor in ``.grad`` of one on flash;
   ``gradient_spill``: its bytes;
 - ``update``: a tile's update; ``packing``, ``kernels``: compact forms;
-- ``conductor``: a step to its commit; ``overlap``: in backward; ``journal``: of durable steps;
+- ``overlap``: updates in backward; ``journal``: of durable steps;
 - ``state_dict``: streamed; ``wear``: what it costs the SSD.
 """
 

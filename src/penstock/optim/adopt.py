@@ -88,9 +88,9 @@ class Adoption:
             return
         self.adopted.append(optimizer)
         if self._tell is not None:
-            conductor = cast(OnFlash, optimizer)._penstock
-            conductor.is_told = True
-            for text in (wear_of(conductor.states), *memory_notes(conductor.states)):
+            states = cast(OnFlash, optimizer)._penstock
+            states.has_reported_costs = True
+            for text in (wear_of(states), *memory_notes(states)):
                 self._tell(f"{name}: {text}")
 
     def _tell_once(self, text: str) -> None:

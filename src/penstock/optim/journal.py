@@ -1,4 +1,4 @@
-"""Steps that survive the process: which records make up the last completed one.
+"""Journal of durable steps: which records make up the last completed step, after any crash.
 
 [Note: durable steps]
     Each record has two places. A step writes every tile that it visits to the place that the journal
@@ -39,24 +39,10 @@ from penstock.core.files import open_regular, parse_json
 from penstock.core.fs import FileLock, sync_directory
 from penstock.io.traffic_report import written
 from penstock.observe.clients import OPTIMIZER
-from penstock.optim import packing
-from penstock.optim.formats import MASTER
-from penstock.optim.params import Param
-from penstock.optim.states import FlashStates
-from penstock.optim.store import Sum
-from penstock.staging import copy_across, ready_event
+from penstock.optim.store import RecordPlace
 
 _NAME: Final = "penstock-states"
 _VERSION: Final = 3
-
-
-@dataclass(frozen=True, slots=True)
-class RecordPlace:
-    """Place and kind of a tile's record."""
-
-    slot: int
-    checksum: Sum | None
-    squeezed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +55,14 @@ class JournalEntry:
     params: tuple[tuple[bool, Mapping[str, Any]], ...]
     norm: Tensor | None
     serial: int = 0
-    """Given by the journal."""
+    """Order of the entries; set by ``Journal.write``."""
 
 
 class Journal:
-    """The two journals of an optimizer, in its first directory. It holds all of them alone.
+    """The two journal files of an optimizer, in its first directory, and the locks of all directories.
 
     Attributes:
-        last: What the newer whole one says; None if there is none.
+        last: Entry of the newer whole file; None if there is none.
     """
 
     def __init__(self, directories: Sequence[str]) -> None:
@@ -155,11 +141,11 @@ class Journal:
             finally:
                 os.close(file)
         self.last = None
-        # as who finds no journal: if two first ones are torn, one after the other, they are the same file
+        # as without journals: if two first ones are torn, one after the other, they are the same file
         self._next = 0
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Release the locks. Idempotent."""
         for lock in self._locks:
             lock.close()
 
@@ -202,100 +188,6 @@ class Journal:
         except OSError as error:
             raise _failed("read", path, 0, error) from error
         return _decode(data)
-
-
-def layout_of(states: FlashStates) -> str:
-    """A digest of what lies where."""
-    facts = [
-        [tile.group, tile.form.format, str(tile.form.param_dtype), tile.elements, tile.record_bytes]
-        for tile in states.tiles
-    ]
-    shapes = [[list(p.tensor.shape), list(p.tensor.stride()), p.group] for p in states.params]
-    arrays = {array for tile in states.tiles for array in tile.arrays}
-    names = sorted([array.name, array.packing, str(array.dtype), array.nbytes] for array in arrays)
-    count = len(states.config.directories)
-    everything = json.dumps([states.class_name, facts, shapes, names, count])
-    return xxhash.xxh3_128_hexdigest(everything.encode())
-
-
-def commit(states: FlashStates, journal: Journal) -> None:
-    """Make the step that has just been made a durable one. Raises TransferError."""
-    pipeline = states.pipeline
-    pipeline.flush()
-    _write_again(states)
-    states.store.sync()
-    tiles = {}
-    for index, slot in states.slots.newest.items():
-        tile = states.tiles[index]
-        length = states.store.squeezed_bytes(tile, slot)
-        tiles[index] = RecordPlace(slot, states.store.sum_of(tile, slot), length)
-    params = tuple((p.has_state, p.scalars) for p in states.params)
-    journal.write(JournalEntry(states.steps, layout_of(states), tiles, params, states.last_norm))
-    pipeline.commit()
-
-
-def _write_again(states: FlashStates) -> None:
-    """Write what a failed sync has left in doubt, and no visit has changed since."""
-    doubtful = states.store.doubtful
-    tiles = [tile for tile in states.tiles if (tile.index, states.slots.of(tile)) in doubtful]
-    for tile in tiles:
-        with states.visiting(tile, change=True):
-            pass
-    if tiles:
-        states.pipeline.flush()
-
-
-def make_way(states: FlashStates, journal: Journal) -> None:
-    """All states are about to be filled anew: let that not touch what the journal names.
-
-    What it names is kept until there is something newer, if that is possible; else it is forgotten
-    first. Raises TransferError.
-    """
-    last = journal.last
-    if last is None:
-        return
-    if last.layout == layout_of(states):
-        states.slots.keep({index: place.slot for index, place in last.tiles.items()})
-    else:
-        journal.clear()
-
-
-def restore(states: FlashStates, entry: JournalEntry) -> None:
-    """Set weights and states to those of a step. Raises ConfigError if they are another model's."""
-    if entry.layout != layout_of(states):
-        raise ConfigError(
-            f"the durable steps in {states.config.directories[0]!r} are of another model, other"
-            " groups, another format or tile; make the optimizer as it was then, or name another"
-            " directory"
-        )
-    for index, place in entry.tiles.items():
-        states.store.expect(states.tiles[index], place.slot, place.checksum, place.squeezed_bytes)
-    states.pipeline.restore({index: place.slot for index, place in entry.tiles.items()})
-    for param, (has_state, scalars) in zip(states.params, entry.params, strict=True):
-        param.has_state = has_state
-        param.scalars = dict(scalars)
-    states.steps = entry.step
-    states.last_norm = entry.norm
-    try:
-        _restore_weights(states)
-    except BaseException as error:
-        states.tear(error)
-        raise
-    states.mend()
-
-
-def _restore_weights(states: FlashStates) -> None:
-    tiles = [tile for tile in states.tiles if states.pipeline.is_filled(tile)]
-    states.begin_visits(tiles)
-    for tile in tiles:
-        masters = next(array for array in tile.arrays if array.name == MASTER)
-        with states.visiting(tile, change=False) as buffer, torch.no_grad():
-            for piece in tile.pieces:
-                param: Param = states.params[piece.param]
-                if param.has_state:
-                    target = param.flat()[piece.start : piece.stop]
-                    source = packing.plain(masters, buffer.memory, piece.at, target.numel())
-                    copy_across(source, target, ready_event(target.device))
 
 
 def _encode(entry: JournalEntry) -> bytes:

@@ -1,14 +1,16 @@
-"""The front: a torch optimizer whose states live on flash is still that torch optimizer.
+"""Torch optimizers with their states on flash.
 
-``OnFlash`` stands before a class of torch in the order of methods, and takes over what touches states:
-``step``, ``state_dict``, ``load_state_dict``, ``add_param_group``. Everything else (groups, schedulers,
-hooks, ``zero_grad``) is torch's. Its ``state`` stays empty.
+``OnFlash`` is a mixin before a class of torch, and overrides the methods that touch states: ``step``,
+``state_dict``, ``load_state_dict``, ``add_param_group``. Everything else (groups, schedulers, hooks,
+``zero_grad``) is torch's. Its ``state`` stays empty.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -17,27 +19,29 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.io.engine import Engine
 from penstock.optim import state_dict as dicts
-from penstock.optim.conductor import Conductor
 from penstock.optim.config import StatesConfig
+from penstock.optim.memory import memory_notes
+from penstock.optim.overlap import Overlap
 from penstock.optim.probe import ProbedOptimizer
 from penstock.optim.states import FlashStates
 from penstock.optim.wear import StepWear, wear_of
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
 _FIELDS = frozenset(field.name for field in fields(StatesConfig))
+_log = logging.getLogger("penstock.optim")
 
 
 class OnFlash(torch.optim.Optimizer):
     """Mixin placed before an optimizer class of torch. Not used alone."""
 
     torch_class: ClassVar[type[torch.optim.Optimizer]]
-    """The class whose step it is."""
+    """Class whose step is run."""
     preferred: ClassVar[Mapping[str, Any]] = {}
-    """Options of that class that are set where the user leaves ``fused`` and ``foreach`` open."""
-    _penstock: Any  # the Conductor; until there is one, the FlashStates
+    """Options of that class that are set unless the user sets ``fused`` or ``foreach``."""
+    _penstock: FlashStates
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Lay the parameters into tiles and reserve their place on flash.
@@ -62,15 +66,15 @@ class OnFlash(torch.optim.Optimizer):
         states = self._penstock = FlashStates(source)
         try:
             torch.optim.Optimizer.__init__(self, params, model.defaults)
-            self._be_conducted(Conductor(states))
+            states.begin(Overlap)
         except BaseException:
             states.close()
             raise
+        self._note_scaling()
 
-    def _be_conducted(self, conductor: Conductor) -> None:
-        self._penstock = conductor
-        # a GradScaler unscales gradients itself, but for optimizers that say they do
-        self._step_supports_amp_scaling = conductor.states.config.overlap
+    def _note_scaling(self) -> None:
+        # a GradScaler unscales gradients itself, except for optimizers that say they do
+        self._step_supports_amp_scaling = self._penstock.config.overlap
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -94,11 +98,13 @@ class OnFlash(torch.optim.Optimizer):
                 "a GradScaler does not go with overlap=True: gradients are used while they are scaled;"
                 " leave overlap out, or train in bfloat16 without a scaler"
             )
+        self._penstock.check_can_step()
+        _report_costs(self._penstock)
         self._penstock.step()
         return loss
 
     def rest(self) -> None:
-        """Have all states on flash, and hold no memory for them until the next step.
+        """Write all states to flash, and hold no memory for them until the next step.
 
         Raises:
             ConfigError: Backward has begun a step that was not finished.
@@ -106,41 +112,36 @@ class OnFlash(torch.optim.Optimizer):
             ClosedError: The optimizer is closed.
         """
         self._penstock.check_between_steps("rest()")
-        self._penstock.states.rest()
+        self._penstock.rest()
 
     def wrap_engine(self, wrap: Callable[[Engine], Engine]) -> None:
-        """Have records move through an engine around the present one: to log, to slow, to spoil them.
+        """Move records through an engine around the present one, which logs, slows or corrupts them.
 
         Args:
-            wrap: Given the engine, returns one that does its work with it and closes it.
+            wrap: Takes the engine, and returns one that uses it and closes it.
 
         Raises:
             ConfigError: A step is under way.
         """
-        conductor = self._penstock
-        conductor.check_between_steps("wrap_engine()")
-        conductor.states.wrap_engine(wrap)
+        self._penstock.check_between_steps("wrap_engine()")
+        self._penstock.wrap_engine(wrap)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with a place for its states. Raises as the constructor."""
-        conductor = self._penstock if isinstance(self._penstock, Conductor) else None
-        if conductor is not None:
-            conductor.check_between_steps("add_param_group()")
+        self._penstock.check_between_steps("add_param_group()")
         super().add_param_group(param_group)
-        states: FlashStates = self._penstock if conductor is None else conductor.states
         try:
-            states.add_group(self.param_groups[-1])
+            self._penstock.add_group(self.param_groups[-1])
         except BaseException:
             self.param_groups.pop()
             raise
-        if conductor is not None:
-            conductor.listen()
+        self._penstock.listen()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """As torch's. What is large lies in a file without a name on flash, mapped into memory."""
-        states: FlashStates = self._penstock.states
-        self._penstock.check_between_steps("state_dict()")
+        states = self._penstock
+        states.check_between_steps("state_dict()")
         states.check_usable()
         saved = dicts.save(states)
         self.state = defaultdict(dict, {states.params[i].tensor: s for i, s in saved.items()})
@@ -158,15 +159,16 @@ class OnFlash(torch.optim.Optimizer):
         Raises:
             ConfigError: It is that of another model or optimizer; nothing was changed.
         """
-        self._penstock.check_between_steps("load_state_dict()")
+        states = self._penstock
+        states.check_between_steps("load_state_dict()")
         document = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             document = hook(self, document) or document
-        groups = dicts.check(self._penstock.states, self.param_groups, document)
-        self._penstock.make_way()
-        dicts.load(self._penstock.states, document)
+        groups = dicts.check(states, self.param_groups, document)
+        states.prepare_for_load()
+        dicts.load(states, document)
         self.__setstate__({"state": defaultdict(dict), "param_groups": groups})
-        self._penstock.loaded()
+        states.loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -179,19 +181,18 @@ class OnFlash(torch.optim.Optimizer):
         Raises:
             ConfigError: The steps there are another model's, or steps are not durable.
         """
-        done: int = self._penstock.resume()
-        return done
+        return self._penstock.resume()
 
     def wear(self) -> StepWear:
         """Estimate what a step writes, and how long the SSD lasts at that rate."""
-        return wear_of(self._penstock.states)
+        return wear_of(self._penstock)
 
     def close(self) -> None:
-        """Give memory, files and threads back. States that are not durable are gone. Idempotent."""
+        """Free memory, files and threads. States that are not durable are gone. Idempotent."""
         self._penstock.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Not copied nor pickled."""
+        """Refuse to be copied or pickled."""
         raise ConfigError(
             f"{type(self).__name__} has its states in files and cannot be copied or pickled; use"
             " state_dict() and load_state_dict()"
@@ -238,7 +239,7 @@ def on_flash(optimizer: T, **settings: Any) -> T:
             states.add_group(group)
         if before is not None:
             dicts.load(states, before)
-        conductor = Conductor(states)
+        states.begin(Overlap)
     except BaseException:
         states.close()
         raise
@@ -246,8 +247,22 @@ def on_flash(optimizer: T, **settings: Any) -> T:
     made = cast(OnFlash, optimizer)
     made.__class__ = flash_class(cast(Any, cls))
     made._patch_step_function()
-    made._be_conducted(conductor)
+    made._penstock = states
+    made._note_scaling()
     return optimizer
+
+
+def _report_costs(states: FlashStates) -> None:
+    """Tell the user once what steps write, and of the memory that they take."""
+    if states.has_reported_costs:
+        return
+    states.has_reported_costs = True
+    for note in memory_notes(states):
+        warnings.warn(note, PenstockWarning, stacklevel=5)
+    wear = wear_of(states)
+    _log.info("%s", wear)
+    if wear.is_beyond:
+        warnings.warn(str(wear), PenstockWarning, stacklevel=5)
 
 
 def _saved(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

@@ -47,10 +47,10 @@ _listeners: Any = WeakIdKeyDictionary()  # parameter: a weak reference to its Ov
 
 
 class Overlap:
-    """Listens to backward, and has tiles updated."""
+    """Updates of tiles as soon as their gradients are final. See ``BackwardUpdates``."""
 
     def __init__(self, states: FlashStates) -> None:
-        """Listen to all parameters that there are."""
+        """Prepare; ``listen`` begins."""
         self._states = states
         self._lock = Lock()  # hooks of several devices come from several threads
         self._tiles_of: dict[int, list[Tile]] = {}
@@ -67,7 +67,6 @@ class Overlap:
         self._norms: dict[int, Tensor] = {}  # of gradients that will be used up
         if states.gradients is not None:
             states.gradients.is_used_now = self._is_used_now
-        self.listen()
 
     @property
     def is_under_way(self) -> bool:
@@ -75,7 +74,11 @@ class Overlap:
         return self._step is not None
 
     def listen(self) -> None:
-        """Listen to parameters that came since."""
+        """Listen to parameters that were added.
+
+        Raises:
+            ConfigError: Another optimizer updates one of them in backward.
+        """
         states = self._states
         for param in states.params:
             _check_alone(param, self)
@@ -94,7 +97,7 @@ class Overlap:
                 self._handles.append(listen(hook))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -106,7 +109,7 @@ class Overlap:
             future.cancel()
 
     def finish(self) -> None:
-        """``step`` was called: update what is left, and wait for everything. Raises as ``step``."""
+        """Update what is left, and wait for everything. Raises as ``FlashStates.step``."""
         states, begun = self._states, time.perf_counter()
         states.check_can_step()
         step = self._step
@@ -120,7 +123,7 @@ class Overlap:
             wait_for_all(list(self._futures.values()))
         except BaseException as error:
             if self._futures:
-                states.tear(error)
+                states.mark_inconsistent(error)
             self._give_up()
             raise
         if states.config.clip_norm is not None:

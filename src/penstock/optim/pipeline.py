@@ -1,17 +1,22 @@
-"""Tiles on their way: read ahead, updated, written behind, through a ring of buffers.
+"""Tiles on their way: read ahead, updated, written behind, through a fixed number of buffers.
 
-The memory is :mod:`ring`'s; which tile stays and which one goes is decided in :mod:`turns`.
+[Note: which tiles stay]
+    A pass visits tiles in an order that is known in advance, at least roughly. Reads begin in that order
+    as long as a buffer is free. A buffer is freed by writing a tile that was updated in this pass; of
+    those, the one that the next pass needs last. So if the next pass goes backwards, the tiles visited
+    last stay: they are not written, and are updated where they are. If it goes the same way again, the
+    tiles visited first stay. With as many buffers as tiles, nothing is ever moved.
 
 [Note: the pipeline never deadlocks]
-    A visitor holds one buffer and waits for another only before it has one. All other buffers are
-    being read or written, which ends; or hold a tile that was updated, which is written for who
-    waits; or one that was read too early, which is dropped for who waits. There is one buffer more
-    than visitors.
+    A visitor holds one buffer, and waits for another only before it has one. Every other buffer is being
+    read or written, which ends; or holds a tile that was updated, which is written for the visitor that
+    waits; or one that was read too early, which is dropped for it. There is one buffer more than
+    visitors.
 
-[Note: who squeezes]
-    A record is squeezed by the thread that has begun to write it, and expanded by the one that visits
-    it: both are visitors, or whoever flushes. The engine's threads only move bytes, so they begin reads,
-    never writes. A buffer whose record was written and is still wanted is expanded where it lies.
+[Note: which thread compresses]
+    A record is squeezed by the thread that begins its write, and expanded by the one that visits it: a
+    visitor, or the thread that flushes. The engine's threads only move bytes, so they begin reads and
+    never writes. A buffer whose record was written and is visited again is expanded in place.
 """
 
 from __future__ import annotations
@@ -20,73 +25,78 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
-from penstock.core.errors import PenstockError
+from penstock.core.errors import BudgetError, PenstockError
 from penstock.core.locks import condition
+from penstock.core.units import format_bytes
+from penstock.optim.buffers import BufferPhase, RecordBuffer
 from penstock.optim.layout import Tile
-from penstock.optim.ring import BufferPhase, BufferRing, RecordBuffer
-from penstock.optim.slots import RecordSlots
 from penstock.optim.squeeze import Squeezer
 from penstock.optim.store import RecordStore
-from penstock.optim.turns import Turns
+from penstock.store.arena import Arena
 
 
 class TilePipeline:
     """The buffers of an optimizer, and which tile is in which. Thread-safe.
 
     Attributes:
-        store: Where records rest.
+        store: Records on flash.
+        buffer_bytes: Length of a buffer.
         write_failure: Why a record could not be written, if one could not; it is still in memory.
-        waited_s: How long visitors have waited while somebody waited for them.
-        is_awaited: Whether somebody waits for them now.
+        waited_s: Time that visitors have waited while ``is_awaited``.
+        is_awaited: True while the training thread waits for the visitors.
     """
 
     def __init__(
         self,
         store: RecordStore,
         *,
-        slots: RecordSlots,
         count: int,
         buffer_bytes: int,
         write_through: bool,
-        names: Callable[[Tile], str],
         squeezer: Squeezer,
     ) -> None:
         """Make the buffers; memory becomes resident as it is first used.
 
         Args:
-            store: Where records rest.
-            slots: Where the newest record of each tile is; kept up to date.
-            count: Buffers; two more than there are visitors at once, at least.
-            buffer_bytes: The longest record, with what squeezing needs.
-            write_through: Write each tile in each pass, to its other slot.
-            names: What is in a tile, for errors.
-            squeezer: Makes records shorter that are written.
+            store: Records on flash.
+            count: Number of buffers; at least two more than simultaneous visitors.
+            buffer_bytes: Length of the longest record, with what squeezing needs.
+            write_through: Write each tile in each pass.
+            squeezer: Compresses the records that are written.
+
+        Raises:
+            BudgetError: There is no memory for the buffers.
         """
         self.store = store
+        self.buffer_bytes = buffer_bytes
+        self.write_failure: BaseException | None = None
         self.waited_s = 0.0
         self.is_awaited = True
-        self._slots = slots
         self._squeezer = squeezer
-        self.write_failure: BaseException | None = None
         self._write_through = write_through
-        self._names = names
         self._wake = condition()
-        self._ring = BufferRing(count, buffer_bytes)
-        self._turns = Turns(self._ring)
+        self._arenas: list[Arena] = []
+        self._buffers: list[RecordBuffer] = []
+        self._holding: dict[int, RecordBuffer] = {}  # by number of a tile
+        self._ahead: deque[Tile] = deque()  # to read, in this order
+        self._rank: Mapping[int, int] = {}
+        self._rotating = count
         self._reads: deque[Callable[[], None]] = deque()  # to submit without the lock
         self._writes: deque[Callable[[], None]] = deque()
         self._closed = False
+        self._add_buffers(count)
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of the buffers when all are in use."""
-        return len(self._ring) * self._ring.buffer_bytes
+        return self.count * self.buffer_bytes
 
     @property
     def count(self) -> int:
-        """How many buffers there are."""
-        return len(self._ring)
+        """Number of buffers."""
+        return len(self._buffers)
 
     def begin(self, order: Sequence[Tile], rank: Mapping[int, int], *, rotating: int) -> None:
         """Begin a pass.
@@ -94,13 +104,14 @@ class TilePipeline:
         Args:
             order: The tiles to visit, as far as is known.
             rank: By number of a tile, its place in the pass after this one.
-            rotating: Buffers that may be on their way in or out at once, the rest being left to
-                tiles that stay.
+            rotating: Most buffers on their way in or out at once; the others are left to tiles that stay.
         """
         with self._wake:
             self.write_failure = None  # try again
-            self._turns.begin(order, rank, rotating)
-            for buffer in self._ring:
+            self._ahead = deque(order)
+            self._rank = rank
+            self._rotating = rotating
+            for buffer in self._buffers:
                 buffer.is_done = False
             self._evict()
             self._read_ahead()
@@ -115,20 +126,20 @@ class TilePipeline:
         """
         buffer = self._wait_for(tile)
         try:
-            self._look_at(tile, buffer)
+            self._expand(tile, buffer)
         except BaseException:
             self.drop(buffer)
             raise
         return buffer
 
     def release(self, buffer: RecordBuffer) -> None:
-        """The tile was updated. Begins to write what should make room."""
+        """Return the buffer of a tile that was updated; begin to write what should make room."""
         assert buffer.tile is not None
         with self._wake:
             buffer.is_fresh = False
             buffer.is_done = True
             buffer.phase = BufferPhase.DIRTY
-            self._slots.filled.add(buffer.tile.index)
+            self.store.filled.add(buffer.tile.index)
             if self._write_through:
                 self._write(buffer)
             self._evict()
@@ -137,50 +148,50 @@ class TilePipeline:
         self._launch()
 
     def drop(self, buffer: RecordBuffer) -> None:
-        """Forget what an acquired buffer holds: what is on flash counts, if anything does."""
+        """Forget the contents of an acquired buffer: the record on flash counts, if there is one."""
         with self._wake:
-            self._ring.free(buffer)
+            self._free(buffer)
             self._wake.notify_all()
 
     def put_back(self, buffer: RecordBuffer) -> None:
-        """Give an acquired buffer back as it was: it was only looked at."""
+        """Return an acquired buffer whose contents were not changed."""
         with self._wake:
             buffer.phase = buffer.before
             buffer.is_done = True
             if buffer.is_fresh:
-                self._ring.free(buffer)
+                self._free(buffer)
             self._evict()
             self._read_ahead()
             self._wake.notify_all()
         self._launch()
 
     def record_bytes(self, tile: Tile) -> int:
-        """Return the bytes last written of a tile; its full length if none were."""
-        return self.store.record_bytes(tile, self._slots.of(tile))
+        """Return the length of a tile's record as last written; its full length if it was not."""
+        return self.store.record_bytes(tile)
 
     def is_filled(self, tile: Tile) -> bool:
-        """Return whether the tile has a record."""
-        return tile.index in self._slots.filled
+        """Return whether the tile has a record, on flash or in memory."""
+        return tile.index in self.store.filled
 
     def forget_all(self) -> None:
-        """No tile has a record any more. No pass may be under way."""
+        """Forget the records of all tiles. No pass may be under way."""
         with self._wake:
-            self._turns.forget()
+            self._ahead.clear()
         self._settle()
         with self._wake:
-            for buffer in self._ring:
-                self._ring.free(buffer)
-            self._slots.filled.clear()
+            for buffer in self._buffers:
+                self._free(buffer)
+            self.store.filled.clear()
 
     def flush(self) -> None:
-        """Write everything that is newer than on flash, and wait.
+        """Write every record that is newer than on flash, and wait.
 
         Raises:
-            TransferError: Something could not be written; it is still in memory.
+            TransferError: One could not be written; it is still in memory.
         """
         with self._wake:
-            self._turns.forget()
-            for buffer in self._ring:
+            self._ahead.clear()
+            for buffer in self._buffers:
                 if buffer.phase is BufferPhase.DIRTY and not buffer.is_fresh:
                     self._write(buffer)
         self._settle()
@@ -188,39 +199,30 @@ class TilePipeline:
             error, self.write_failure = self.write_failure, None
             raise error
 
-    def commit(self) -> None:
-        """Take the last writes as committed to a journal. See ``RecordSlots.commit``."""
-        with self._wake:
-            self._slots.commit()
-
-    def restore(self, slots: Mapping[int, int]) -> None:
-        """Restore from a journal which tiles have a record, and in which slot."""
-        self.forget_all()
-        with self._wake:
-            self._slots.restore(slots)
-
     def close(self) -> None:
-        """Wait for what is in flight and give the memory back. The contents are gone. Idempotent."""
+        """Wait for what is in flight and free the memory; the contents are gone. Idempotent.
+
+        The memory of a buffer of which an array is left is freed with that array.
+        """
         with self._wake:
             if self._closed:
                 return
             self._closed = True
-            self._turns.forget()
+            self._ahead.clear()
         self._settle()
-        self._ring.close()
+        self._buffers.clear()
+        self._holding.clear()
+        for arena in self._arenas:
+            arena.close()
 
     # -- without the lock -------------------------------------------------------------------------
 
-    def _look_at(self, tile: Tile, buffer: RecordBuffer) -> None:
-        """Have the record as it was when it was visited last."""
-        slot, names = self._slots.of(tile), partial(self._names, tile)
-        if buffer.unseen:
-            self.store.verify(tile, buffer.address, slot, names)
-            buffer.unseen = False
+    def _expand(self, tile: Tile, buffer: RecordBuffer) -> None:
+        """Expand the record that a buffer holds, if it is squeezed."""
         if buffer.squeezed_bytes:
             length, buffer.squeezed_bytes = buffer.squeezed_bytes, 0
             if not self._squeezer.expand(tile, buffer.memory, length):
-                raise self.store.damage(tile, slot, names, "cannot be expanded")
+                raise self.store.damage(tile, "cannot be expanded")
 
     def _wait_for(self, tile: Tile) -> RecordBuffer:
         while True:
@@ -238,49 +240,46 @@ class TilePipeline:
         """Wait until nothing is in flight."""
         self._launch()
         with self._wake:
-            self._wake.wait_for(lambda: not any(each.is_moving for each in self._ring))
+            self._wake.wait_for(lambda: not any(each.is_moving for each in self._buffers))
 
     def _launch(self) -> None:
         """Hand to the engine what was begun. Its callbacks may run at once, and take the lock."""
         _begin_all(self._reads)
         _begin_all(self._writes)
 
-    def _start_read(self, tile: Tile, buffer: RecordBuffer, slot: int) -> None:
-        buffer.squeezed_bytes = self.store.squeezed_bytes(tile, slot)
+    def _start_read(self, tile: Tile, buffer: RecordBuffer) -> None:
+        buffer.squeezed_bytes = self.store.squeezed_bytes(tile)
         try:
-            transfer = self.store.start_read(tile, buffer.address, buffer.memory, slot)
+            transfer = self.store.start_read(tile, buffer.address, buffer.memory)
         except PenstockError as error:
             self._was_read(buffer, error)
             return
         transfer.add_done_callback(lambda done: self._was_read(buffer, done.error))
 
-    def _start_write(self, tile: Tile, buffer: RecordBuffer, slot: int) -> None:
+    def _start_write(self, tile: Tile, buffer: RecordBuffer) -> None:
         if not buffer.squeezed_bytes:
             buffer.squeezed_bytes = self._squeezer.squeeze(tile, buffer.memory)
         length = buffer.squeezed_bytes
         try:
-            transfer = self.store.start_write(
-                tile, buffer.address, buffer.memory, slot, squeezed_bytes=length
-            )
+            transfer = self.store.start_write(tile, buffer.address, buffer.memory, length)
         except PenstockError as error:
-            self._was_written(buffer, slot, error)
+            self._was_written(buffer, error)
             return
-        transfer.add_done_callback(lambda done: self._was_written(buffer, slot, done.error))
+        transfer.add_done_callback(lambda done: self._was_written(buffer, done.error))
 
-    # -- under the lock ---------------------------------------------------------------------------
+    # -- under the lock: what moves when ----------------------------------------------------------
 
     def _look_for(self, tile: Tile) -> RecordBuffer | None:
-        """The tile's buffer if it can be visited now; else something may have been begun for it."""
-        buffer = self._ring.of(tile)
+        """Return the tile's buffer if it can be visited now; else begin what makes that possible."""
+        buffer = self._holding.get(tile.index)
         if buffer is None:
-            room = self._make_room()
-            if room is None:
+            buffer = self._make_room()
+            if buffer is None:
                 return None
-            self._fetch(tile, room)
-            buffer = room
+            self._fetch(tile, buffer)
         if buffer.error is not None:
             error = buffer.error
-            self._ring.free(buffer)
+            self._free(buffer)
             raise error.with_traceback(None)
         if buffer.phase in (BufferPhase.CLEAN, BufferPhase.DIRTY):
             buffer.before, buffer.phase = buffer.phase, BufferPhase.BUSY
@@ -291,59 +290,91 @@ class TilePipeline:
         return None
 
     def _make_room(self) -> RecordBuffer | None:
-        """A free buffer for who waits; or None, having begun to write for it."""
-        free = self._ring.first(BufferPhase.FREE)
+        """Return a free buffer for a visitor that waits; or None, having begun to write for it."""
+        free = self._first_free()
         if free is not None:
             return free
-        if any(each.phase is BufferPhase.WRITING and each.leaves for each in self._ring):
+        if any(each.phase is BufferPhase.WRITING and each.leaves for each in self._buffers):
             return None
-        spare = self._turns.to_give_up()
+        spare = self._to_reuse()
         if spare is not None:
-            return self._give_up(spare)
-        if any(each.is_moving for each in self._ring):
+            return self._reuse(spare)
+        if any(each.is_moving for each in self._buffers):
             return None
-        dirty = self._turns.to_write()
+        dirty = self._to_write_back()
         if dirty is not None and self.write_failure is not None:  # the pass ends in memory
-            self._ring.grow(1)
-            return self._ring.first(BufferPhase.FREE)
+            self._add_buffers(1)
+            return self._first_free()
         if dirty is not None:
-            self._let_go(dirty)
+            self._begin_eviction(dirty)
         return None
 
-    def _give_up(self, buffer: RecordBuffer) -> RecordBuffer:
-        """Free a buffer whose record is on flash, or means nothing."""
+    def _to_reuse(self) -> RecordBuffer | None:
+        """Return a buffer that can be reused at once: its record is on flash as it is, or not needed."""
+        spare = [
+            each
+            for each in self._buffers
+            if each.phase is BufferPhase.CLEAN or (each.is_fresh and each.is_settled)
+        ]
+        return max(spare, key=lambda b: (b.is_done, b.is_early, self._next_use(b)), default=None)
+
+    def _reuse(self, buffer: RecordBuffer) -> RecordBuffer:
+        """Free a buffer; read its tile again later if it was not visited yet."""
         tile, is_early = buffer.tile, buffer.is_early
-        self._ring.free(buffer)
+        self._free(buffer)
         if tile is not None and is_early:
-            self._turns.postpone(tile)
+            self._ahead.append(tile)
         return buffer
 
+    def _to_write_back(self) -> RecordBuffer | None:
+        """Return the changed buffer to write back for a visitor that waits."""
+        dirty = [each for each in self._buffers if each.phase is BufferPhase.DIRTY]
+        return max(dirty, key=lambda b: (b.is_done, self._next_use(b)), default=None)
+
     def _read_ahead(self) -> None:
-        while (found := self._turns.next_to_read()) is not None:
-            self._fetch(*found)
+        """Begin reads in the order of the pass as long as a buffer is free."""
+        while True:
+            while self._ahead and self._ahead[0].index in self._holding:
+                self._ahead.popleft()
+            room = self._first_free() if self._ahead else None
+            if room is None:
+                return
+            self._fetch(self._ahead.popleft(), room)
 
     def _fetch(self, tile: Tile, buffer: RecordBuffer) -> None:
-        self._ring.give(buffer, tile)
+        """Give a free buffer to a tile, and begin to read its record if it has one."""
+        self._holding[tile.index] = buffer
+        buffer.tile = tile
+        buffer.is_done = buffer.leaves = False
         buffer.is_early = True
-        buffer.is_fresh = tile.index not in self._slots.filled
+        buffer.is_fresh = tile.index not in self.store.filled
         if buffer.is_fresh or not tile.record_bytes:
             buffer.memory[: tile.record_bytes] = 0
             buffer.phase = BufferPhase.DIRTY
             return
         buffer.phase = BufferPhase.READING
-        slot = self._slots.of(tile)
-        self._reads.append(partial(self._start_read, tile, buffer, slot))
+        self._reads.append(partial(self._start_read, tile, buffer))
 
     def _evict(self) -> None:
-        """Let go of updated tiles as long as reads wait for room."""
-        if self.write_failure is None:
-            for buffer in self._turns.to_let_go():
-                self._let_go(buffer)
+        """Write or free updated tiles as long as reads wait for room, those needed last first."""
+        if self.write_failure is not None or not self._ahead:
+            return
+        absent = (tile for tile in self._ahead if tile.index not in self._holding)
+        waiting = sum(1 for _ in islice(absent, self.count))  # there is room for no more
+        rotating = [each for each in self._buffers if each.is_rotating]
+        room = sum(each.phase is BufferPhase.FREE or each.leaves for each in rotating)
+        wanted = min(waiting - room, self._rotating - len(rotating))
+        if wanted <= 0:
+            return
+        done = [e for e in self._buffers if e.is_done and not e.leaves and e.is_settled]
+        done.sort(key=self._next_use, reverse=True)
+        for buffer in done[:wanted]:
+            self._begin_eviction(buffer)
 
-    def _let_go(self, buffer: RecordBuffer) -> None:
+    def _begin_eviction(self, buffer: RecordBuffer) -> None:
         assert buffer.tile is not None
         if buffer.phase is BufferPhase.CLEAN or not buffer.tile.record_bytes:
-            self._ring.free(buffer)
+            self._free(buffer)
         else:
             buffer.leaves = True
             if buffer.phase is BufferPhase.DIRTY:
@@ -355,8 +386,38 @@ class TilePipeline:
         if not tile.record_bytes:
             return
         buffer.phase = BufferPhase.WRITING
-        slot = self._slots.not_committed(tile) if self._write_through else 0
-        self._writes.append(partial(self._start_write, tile, buffer, slot))
+        self._writes.append(partial(self._start_write, tile, buffer))
+
+    def _next_use(self, buffer: RecordBuffer) -> int:
+        assert buffer.tile is not None
+        return self._rank.get(buffer.tile.index, 1 << 60)
+
+    # -- under the lock: buffers ------------------------------------------------------------------
+
+    def _first_free(self) -> RecordBuffer | None:
+        return next((each for each in self._buffers if each.phase is BufferPhase.FREE), None)
+
+    def _free(self, buffer: RecordBuffer) -> None:
+        if buffer.tile is not None:
+            self._holding.pop(buffer.tile.index, None)
+        buffer.clear()
+
+    def _add_buffers(self, count: int) -> None:
+        each = max(self.buffer_bytes, 4096)
+        arena = Arena(count * each, owner="optimizer")
+        self._arenas.append(arena)
+        block = arena.allocate(count * each)  # one: no page is left over between two buffers
+        if block is None:
+            raise BudgetError(
+                f"an optimizer's {count} buffers of {format_bytes(self.buffer_bytes)} do not fit in"
+                " memory; lower host_memory or the tile",
+                slot="optimizer",
+                limit_bytes=arena.capacity_bytes,
+                least_bytes=count * self.buffer_bytes,
+            )
+        memory = block.lend(0, block.nbytes)
+        for start in range(0, block.nbytes, each):
+            self._buffers.append(RecordBuffer(block.address + start, memory[start : start + each]))
 
     # -- in a thread of the engine ----------------------------------------------------------------
 
@@ -364,10 +425,9 @@ class TilePipeline:
         with self._wake:
             buffer.phase = BufferPhase.CLEAN
             buffer.error = error
-            buffer.unseen = True
             self._wake.notify_all()
 
-    def _was_written(self, buffer: RecordBuffer, slot: int, error: BaseException | None) -> None:
+    def _was_written(self, buffer: RecordBuffer, error: BaseException | None) -> None:
         with self._wake:
             assert buffer.tile is not None
             if error is not None:
@@ -375,10 +435,9 @@ class TilePipeline:
                 buffer.phase = BufferPhase.DIRTY
                 buffer.leaves = False
             else:
-                self._slots.newest[buffer.tile.index] = slot
                 buffer.phase = BufferPhase.CLEAN
                 if buffer.leaves:
-                    self._ring.free(buffer)
+                    self._free(buffer)
                     self._read_ahead()
             self._wake.notify_all()
         _begin_all(self._reads)

@@ -191,12 +191,12 @@ def load(states: FlashStates, document: Mapping[str, Any]) -> None:
     try:
         _fill(states, found)
     except BaseException as error:
-        states.tear(error)
+        states.mark_inconsistent(error)
         raise
     more = document.get("penstock", {})
     states.steps = int(more.get("steps", _highest_step(states)))
     states.last_norm = more.get("norm")
-    states.mend()
+    states.mark_consistent()
 
 
 def _fill(states: FlashStates, found: Mapping[int, Mapping[str, Any]]) -> None:

@@ -1,57 +1,81 @@
-"""The states of one optimizer on flash: what is where, and how a step passes over it.
+"""States of one optimizer on flash: layout, steps over the tiles, and their commit.
 
-1. ``add_group`` has a group's parameters laid into tiles (:mod:`groups`), and reserves their place
-   (:mod:`store`).
-2. ``step`` visits every tile that has a gradient, in an order that alternates (:mod:`pipeline`), and
-   has it updated (:mod:`update`).
-3. ``visit`` lets others read or fill tiles: state dicts, recovery.
+1. ``add_group`` lays a group's parameters into tiles (:mod:`groups`) and reserves places for their
+   records (:mod:`store`); ``begin``, after the last of them, opens the journal.
+2. ``step`` updates (:mod:`update`) every tile that has a gradient, in alternating order
+   (:mod:`pipeline`), or has :mod:`overlap` finish what backward began; then it commits the step to the
+   journal (:mod:`journal`) if steps are durable.
+3. ``visiting`` lets state dicts and recovery read or fill tiles.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
 from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
 from penstock.core.process import fork_guard
 from penstock.io.engine import Engine
+from penstock.optim import packing
+from penstock.optim.buffers import RecordBuffer
 from penstock.optim.config import RING, RING_BYTES
+from penstock.optim.formats import MASTER
 from penstock.optim.gradients import Gradients, Share
 from penstock.optim.groups import Groups, options_of
+from penstock.optim.journal import Journal, JournalEntry
 from penstock.optim.layout import Tile
 from penstock.optim.params import fresh_scalars
 from penstock.optim.pipeline import TilePipeline
 from penstock.optim.pool import make_pool, wait_for_all
 from penstock.optim.probe import ProbedOptimizer
-from penstock.optim.ring import RecordBuffer
-from penstock.optim.slots import RecordSlots
 from penstock.optim.squeeze import Squeezer, slack_bytes
-from penstock.optim.store import RecordStore, engine_for_records, named_file
+from penstock.optim.store import RecordStore
 from penstock.optim.update import UpdatePass, Updater
-from penstock.staging import ready_event
+from penstock.staging import copy_across, ready_event
+from penstock.store.engine import shared_engine
 
 _THREADS: Final = 2
 
 
+class BackwardUpdates(Protocol):
+    """Updates that run during backward. See :mod:`penstock.optim.overlap`."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if backward has begun a pass that ``finish`` has not ended."""
+
+    def listen(self) -> None:
+        """Listen to parameters that were added."""
+
+    def finish(self) -> None:
+        """Update what is left and wait for everything. Raises as ``FlashStates.step``."""
+
+    def close(self) -> None:
+        """Stop listening."""
+
+
 class FlashStates:
-    """The states of one optimizer.
+    """States of one optimizer.
 
     Attributes:
-        config: How they are kept.
-        groups: What is kept for the groups of the optimizer.
+        config: Settings.
+        groups: States kept for each group of the optimizer.
         params: All parameters, by number.
         tiles: All tiles, by number.
-        steps: How many steps were made.
-        last_norm: The gradients' 2-norm in the last step that had to know it.
-        slots: Where each tile's newest record is.
-        gradients: Where gradients wait, if there is a budget for them.
+        steps: Number of steps made.
+        last_norm: 2-norm of the gradients in the last step that needed it.
+        gradients: Storage of gradients that wait; None: they stay in memory.
+        overlap: Updates during backward; None: there are none.
+        has_reported_costs: True once the user was told of the memory and the bytes written.
     """
 
     def __init__(self, source: ProbedOptimizer) -> None:
@@ -62,22 +86,19 @@ class FlashStates:
         self.tiles = self.groups.tiles
         self.steps = 0
         self.last_norm: Tensor | None = None
-        self.slots = RecordSlots()
+        self.overlap: BackwardUpdates | None = None
+        self.has_reported_costs = False
+        self._journal: Journal | None = None
+        self._has_begun = False
         self._source = source
         self._backward = False  # which way the next pass goes
         self._torn: str | None = None
-        self._held: str | None = None
+        self._blocked: str | None = None  # why no step can be made, not even begun
         self._closed = False
         self._guard = fork_guard()
         self._updater = Updater(source, self.params)
-        self._engine = engine_for_records()
-        self.store = RecordStore(
-            config.directories,
-            self._engine,
-            slots=2 if config.durable else 1,
-            make_file=named_file if config.durable else None,
-            allow_memory_filesystem=config.allow_memory_filesystem,
-        )
+        self._engine = shared_engine()
+        self.store = RecordStore(config, self._engine, self.where_of)
         # beside a backward: see [Note: when squeezing pays]
         self._squeezer = Squeezer(
             False if config.overlap and not config.squeeze else config.squeeze
@@ -112,10 +133,42 @@ class FlashStates:
         if self.gradients is not None:
             self.gradients.lay()
 
+    def begin(self, overlap: Callable[[FlashStates], BackwardUpdates]) -> None:
+        """Open the journal and listen to backward, as configured, now that there are all groups.
+
+        Args:
+            overlap: Makes the updates during backward, if these are wanted.
+
+        Raises:
+            ConfigError: Another process holds the durable states of the directory, or another
+                optimizer updates a parameter in backward.
+        """
+        if self.config.durable:
+            self._journal = Journal(self.config.directories)
+            if self._journal.last is not None:
+                self._blocked = (
+                    f"{self.config.directories[0]!r} holds durable steps of an earlier run, the last"
+                    f" of them {self._journal.last.step}: call resume() to go on after it, load a state"
+                    " dict to begin anew, or name another directory"
+                )
+        if self.config.overlap:
+            self.overlap = overlap(self)
+        self._has_begun = True
+        self.listen()
+
+    def listen(self) -> None:
+        """Listen to the gradients of parameters that were added, once ``begin`` was called."""
+        if not self._has_begun:
+            return
+        if self.overlap is not None:
+            self.overlap.listen()
+        elif self.gradients is not None:
+            self.gradients.listen()
+
     # -- a step -----------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient, and commit that if steps are durable.
 
         Raises:
             ConfigError: A parameter is not what it was, or a gradient is sparse: nothing was touched.
@@ -123,6 +176,13 @@ class FlashStates:
             ChecksumError: A record is not what was written.
             ClosedError: The states are closed, or an earlier step failed in the middle.
         """
+        if self.overlap is not None:
+            self.overlap.finish()
+        else:
+            self._update_all()
+        self.commit()
+
+    def _update_all(self) -> None:
         begun = time.perf_counter()
         step = self.begin_pass()
         order = self.order(step.grads)
@@ -140,7 +200,7 @@ class FlashStates:
         self.end_pass(step, begun)
 
     def begin_pass(self) -> UpdatePass:
-        """Check everything that can be checked before anything is touched."""
+        """Return a pass over all gradients, after every check that is possible before a change."""
         self.check_can_step()
         self.groups.check()
         grads: dict[int, Tensor] = {}
@@ -154,7 +214,7 @@ class FlashStates:
         return self.make_pass(grads, factor)
 
     def make_pass(self, grads: dict[int, Tensor], factor: Tensor | None) -> UpdatePass:
-        """A pass over these gradients, with the options that the groups have now."""
+        """Return a pass over these gradients, with the present options of the groups."""
         options = [
             fresh_scalars(options_of(group)) for group in self._source.optimizer.param_groups
         ]
@@ -165,12 +225,12 @@ class FlashStates:
         return UpdatePass(self.steps + 1, options, grads, factor, {}, ready, was_set)
 
     def order(self, grads: Mapping[int, Tensor]) -> list[Tile]:
-        """The tiles to visit, in this pass's direction."""
+        """Return the tiles to visit, in this pass's direction."""
         found = [t for t in self.tiles if any(piece.param in grads for piece in t.pieces)]
         return found[::-1] if self._backward else found
 
     def update(self, tile: Tile, step: UpdatePass) -> None:
-        """Visit one tile. In any thread."""
+        """Update one tile. In any thread."""
         pipeline = self.pipeline
         buffer = pipeline.acquire(tile)
         try:
@@ -191,7 +251,12 @@ class FlashStates:
         return nullcontext({p: (step.grads[p], 0) for p in params if p in step.grads})
 
     def end_pass(self, step: UpdatePass, begun_s: float) -> None:
-        """All tiles were visited: the step counts. ``begun_s``: since when it was waited for."""
+        """Count the step, all of whose tiles were visited.
+
+        Args:
+            step: The pass.
+            begun_s: When the training thread began to wait for it.
+        """
         for index, scalars in step.scalars.items():
             self.params[index].scalars = scalars
             self.params[index].has_state = True
@@ -207,22 +272,23 @@ class FlashStates:
                 stacklevel=4,
             )
 
-    def tear(self, error: BaseException) -> None:
-        """A step failed in the middle: some parameters were updated and some not."""
+    def mark_inconsistent(self, error: BaseException) -> None:
+        """Refuse further use: a step failed, so some parameters were updated and some were not."""
         self._torn = (
             f"step {self.steps + 1} failed in the middle ({type(error).__name__}: {error}): some"
             " parameters were updated and some were not; load weights and a state dict"
         )
 
-    def hold(self, why: str | None) -> None:
-        """Let no step be made, not even begun, until this is called with None."""
-        self._held = why
-
     def check_can_step(self) -> None:
         """Raise ClosedError or ConfigError if no step can be made now."""
         self.check_usable()
-        if self._held is not None:
-            raise ConfigError(self._held)
+        if self._blocked is not None:
+            raise ConfigError(self._blocked)
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise ConfigError if backward has begun a step that was not finished."""
+        if self.overlap is not None and self.overlap.is_under_way:
+            raise ConfigError(f"{what} between backward and step: overlap=True has begun the step")
 
     def check_usable(self) -> None:
         """Raise ClosedError if the states are not there."""
@@ -233,8 +299,8 @@ class FlashStates:
         if self._torn is not None:
             raise ClosedError(self._torn)
 
-    def mend(self) -> None:
-        """Everything was loaded anew."""
+    def mark_consistent(self) -> None:
+        """Allow use again: weights and states were all loaded."""
         self._torn = None
         for param in self.params:
             if param.has_state:
@@ -254,7 +320,7 @@ class FlashStates:
         return torch.clamp(self.config.clip_norm / (norm.cpu() + 1e-6), max=1.0)
 
     def note_norm(self, step: UpdatePass, known: Mapping[int, Tensor]) -> None:
-        """Remember the norm of a pass's gradients for the next one; some are ``known`` already."""
+        """Remember the norm of a pass's gradients for the next one; ``known`` has some of them."""
         in_order = sorted(step.grads.items())  # summed as they are without overlap
         if not known:
             self.last_norm = torch.nn.utils.get_total_norm([grad for _, grad in in_order])
@@ -268,21 +334,123 @@ class FlashStates:
         try:
             wait_for_all(futures)
         except BaseException as error:
-            self.tear(error)
+            self.mark_inconsistent(error)
             raise
+
+    # -- durable steps ----------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Write the last step to the journal, if there is one. Raises TransferError."""
+        if self._journal is None:
+            return
+        self.pipeline.flush()
+        doubtful = [tile for tile in self.tiles if self.store.is_doubtful(tile)]
+        for tile in doubtful:  # write again what a failed sync left in doubt
+            with self.visiting(tile, change=True):
+                pass
+        if doubtful:
+            self.pipeline.flush()
+        self.store.sync()
+        params = tuple((p.has_state, p.scalars) for p in self.params)
+        places = self.store.places()
+        self._journal.write(
+            JournalEntry(self.steps, self._layout(), places, params, self.last_norm)
+        )
+        self.store.commit()
+
+    def resume(self) -> int:
+        """See ``OnFlash.resume``."""
+        self.check_between_steps("resume()")
+        if self._journal is None:
+            raise ConfigError(
+                "there is nothing to resume: set durable=True, for this run and the next"
+            )
+        last = self._journal.last
+        if last is None:
+            return 0
+        self._restore(last)
+        self._blocked = None
+        return last.step
+
+    def prepare_for_load(self) -> None:
+        """Protect the last durable step while all states are replaced, or forget it first.
+
+        It is kept until there is a newer one if its records lie where those of this model do. Raises
+        TransferError.
+        """
+        last = None if self._journal is None else self._journal.last
+        if self._journal is None or last is None:
+            return
+        if last.layout == self._layout():
+            self.store.protect(last.tiles)
+        else:
+            self._journal.clear()
+
+    def loaded(self) -> None:
+        """Commit the states that were loaded; those of an earlier run may be overwritten now."""
+        self._blocked = None
+        self.commit()
+
+    def _layout(self) -> str:
+        """Return a digest of what lies where."""
+        facts = [
+            [t.group, t.form.format, str(t.form.param_dtype), t.elements, t.record_bytes]
+            for t in self.tiles
+        ]
+        shapes = [[list(p.tensor.shape), list(p.tensor.stride()), p.group] for p in self.params]
+        arrays = {array for tile in self.tiles for array in tile.arrays}
+        names = sorted([a.name, a.packing, str(a.dtype), a.nbytes] for a in arrays)
+        count = len(self.config.directories)
+        everything = json.dumps([self.class_name, facts, shapes, names, count])
+        return xxhash.xxh3_128_hexdigest(everything.encode())
+
+    def _restore(self, entry: JournalEntry) -> None:
+        if entry.layout != self._layout():
+            raise ConfigError(
+                f"the durable steps in {self.config.directories[0]!r} are of another model, other"
+                " groups, another format or tile; make the optimizer as it was then, or name another"
+                " directory"
+            )
+        self.pipeline.forget_all()
+        self.store.restore(entry.tiles, self.tiles)
+        for param, (has_state, scalars) in zip(self.params, entry.params, strict=True):
+            param.has_state = has_state
+            param.scalars = dict(scalars)
+        self.steps = entry.step
+        self.last_norm = entry.norm
+        try:
+            self._restore_weights()
+        except BaseException as error:
+            self.mark_inconsistent(error)
+            raise
+        self.mark_consistent()
+
+    def _restore_weights(self) -> None:
+        """Set the weights to the masters in the records."""
+        tiles = [tile for tile in self.tiles if self.pipeline.is_filled(tile)]
+        self.begin_visits(tiles)
+        for tile in tiles:
+            masters = next(array for array in tile.arrays if array.name == MASTER)
+            with self.visiting(tile, change=False) as buffer, torch.no_grad():
+                for piece in tile.pieces:
+                    param = self.params[piece.param]
+                    if param.has_state:
+                        target = param.flat()[piece.start : piece.stop]
+                        source = packing.plain(masters, buffer.memory, piece.at, target.numel())
+                        copy_across(source, target, ready_event(target.device))
 
     # -- for state dicts --------------------------------------------------------------------------
 
     @property
     def class_name(self) -> str:
-        """Of the class whose step is run on tiles."""
+        """Name of the class whose step is run on tiles."""
         return self._source.name
 
     # -- others -----------------------------------------------------------------------------------
 
     @contextmanager
     def visiting(self, tile: Tile, *, change: bool) -> Iterator[RecordBuffer]:
-        """A tile's record in memory, to look at or to fill."""
+        """Yield the buffer with a tile's record, to look at or to fill."""
         buffer = self.pipeline.acquire(tile)
         try:
             yield buffer
@@ -300,21 +468,21 @@ class FlashStates:
         self.pipeline.begin(tiles, rank, rotating=RING)
 
     def where_of(self, tile: Tile) -> str:
-        """The parameters in a tile, for messages."""
+        """Return the parameters in a tile, for messages."""
         names = [self.params[piece.param].name for piece in tile.pieces]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return "parameters " + ", ".join(names[:3]) + more
 
     @property
     def threads(self) -> int:
-        """Tiles that are updated at once."""
+        """Number of tiles updated at once."""
         if self.config.threads is not None:
             return self.config.threads
         return 1 if self.config.overlap else max(1, min(_THREADS, torch.get_num_threads()))
 
     @property
     def pool(self) -> ThreadPoolExecutor:
-        """The threads that update tiles."""
+        """Threads that update tiles; started when they are first needed."""
         if self._pool is None:
             devices = (param.tensor.device for param in self.params)
             device = next((each for each in devices if each.type == "cuda"), None)
@@ -323,7 +491,7 @@ class FlashStates:
 
     @property
     def pipeline(self) -> TilePipeline:
-        """The buffers; made when they are first needed."""
+        """Buffers that records pass through; made when they are first needed."""
         if self._pipeline is None:
             longest = max((tile.record_bytes for tile in self.tiles), default=0)
             ring = max(RING, RING_BYTES * self.config.tile // max(longest, 1))
@@ -332,17 +500,15 @@ class FlashStates:
             wanted = self.config.host_bytes // max(room, 1)
             self._pipeline = TilePipeline(
                 self.store,
-                slots=self.slots,
                 count=max(1, min(max(ring, wanted), len(self.tiles))),
                 buffer_bytes=room,
                 write_through=self.config.durable,
-                names=self.where_of,
                 squeezer=self._squeezer,
             )
         return self._pipeline
 
     def rest(self) -> None:
-        """Have all states on flash and hold no memory for them, until the next step.
+        """Write all states to flash and free their memory until the next step.
 
         Raises:
             TransferError: A record could not be written; it is still in memory.
@@ -353,7 +519,7 @@ class FlashStates:
             self.gradients.rest()
 
     def _retire_pipeline(self) -> None:
-        """Let the buffers go; the next ones may be more, or longer."""
+        """Free the buffers; the next ones may be more, or longer."""
         if self._pipeline is None:
             return
         self._pipeline.flush()
@@ -361,16 +527,18 @@ class FlashStates:
         retired.close()
 
     def wrap_engine(self, wrap: Callable[[Engine], Engine]) -> None:
-        """Have what moves from now on go through ``wrap(engine)``, which owns the present engine."""
-        self._engine = self.store.engine = wrap(self._engine)
+        """Have what moves from now on go through ``wrap(engine)``; neither of the two is closed."""
+        self._engine = self.store.files.engine = wrap(self._engine)
         if self.gradients is not None:
             self.gradients.engine_changed()
 
     def close(self) -> None:
-        """Wait for what is in flight; the states are gone. Idempotent."""
+        """Wait for what is in flight, and free everything; the states are gone. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        if self.overlap is not None:
+            self.overlap.close()
         if self._guard.in_child:
             return  # threads and transfers are the parent's
         if self._pool is not None:
@@ -379,5 +547,10 @@ class FlashStates:
             self._pipeline.close()
         if self.gradients is not None:
             self.gradients.close()
-        self._engine.close()
         self.store.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def __getstate__(self) -> Any:
+        """Refuse to be copied or pickled."""
+        raise ConfigError("states on flash cannot be copied or pickled")

@@ -44,12 +44,12 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.units import round_up
 from penstock.optim import compact_adam, packing
+from penstock.optim.buffers import RecordBuffer
 from penstock.optim.formats import MASTER, UNIT, Array
 from penstock.optim.gradients import Share
 from penstock.optim.layout import ParameterPiece, Tile
 from penstock.optim.params import Param, fresh_scalars
 from penstock.optim.probe import KeptStates, ProbedOptimizer, raw_step, workhorse
-from penstock.optim.ring import RecordBuffer
 from penstock.staging import copy_across, pinned
 
 CHUNK: Final = 1 << 18

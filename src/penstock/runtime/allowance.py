@@ -271,7 +271,8 @@ class SharedAllowance:
         self._other_bytes = max(reserved_bytes, self._beside())
         account.limit_bytes = self._left()
         if process is not None:
-            account.limit_bytes = max(LEAST_SHARE_BYTES, account.limit_bytes // 2)
+            half = max(LEAST_SHARE_BYTES, (account.parent.limit_bytes - self._other_bytes) // 2)
+            account.limit_bytes = min(limit_bytes, half)
         account.advisory = process is not None
 
     def look(self) -> None:
@@ -298,5 +299,5 @@ class SharedAllowance:
         return self._parent.used_bytes - self._account.used_bytes
 
     def _left(self) -> int:
-        left = min(self._own_limit_bytes, self._parent.limit_bytes - self._other_bytes)
-        return max(LEAST_SHARE_BYTES, left)
+        left = max(LEAST_SHARE_BYTES, self._parent.limit_bytes - self._other_bytes)
+        return min(self._own_limit_bytes, left)

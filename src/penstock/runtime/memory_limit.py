@@ -19,7 +19,7 @@ from penstock.core.ranks import local_processes
 from penstock.core.units import MIB, format_bytes, round_down
 from penstock.io.pages import free_heap_bytes, return_freed_blocks, trim_heap
 from penstock.observe.recorder import Recorder
-from penstock.observe.summary_values import MemoryUse, OwnerLine
+from penstock.observe.summary_values import HostMemoryUse, OwnerLine
 from penstock.runtime.allowance import (
     HOST,
     Allocated,
@@ -27,8 +27,8 @@ from penstock.runtime.allowance import (
     Remainder,
     SharedAllowance,
 )
-from penstock.runtime.heap import heap_is_better
 from penstock.store.account import Account, host_account
+from penstock.store.heap import heap_is_better
 
 SAVED_TENSORS: Final = "saved tensors"
 """Owner of saved tensors in the host account."""
@@ -45,7 +45,7 @@ class MemoryLimit:
         Raises:
             BudgetError: Penstock already holds more than the limit.
         """
-        self._last_use: MemoryUse | None = None
+        self._last_use: HostMemoryUse | None = None
         self._account = host_account()
         self._limit_before = self._account.limit_bytes
         self._recorder = recorder
@@ -153,7 +153,7 @@ class MemoryLimit:
         """Sentences about a limit that was found, for the summary."""
         return () if self._found is None else (f"{self._source}; {self._found}",)
 
-    def use(self, saved_peak_bytes: int) -> MemoryUse:
+    def use(self, saved_peak_bytes: int) -> HostMemoryUse:
         """Return the process's memory for the summary.
 
         Args:
@@ -170,13 +170,13 @@ class MemoryLimit:
             self._account.limit_bytes = self._limit_before
             self._process.close()
 
-    def _use(self) -> MemoryUse:
+    def _use(self) -> HostMemoryUse:
         account, limit_bytes = self._account, self._account.limit_bytes
         rows = sorted(account.holdings().items(), key=lambda row: -row[1].peak_bytes)
         peak_bytes = self._process.peak_bytes()
         if peak_bytes <= self._first_peak_bytes:  # that of an earlier time
             peak_bytes = self._remainder.peak_bytes
-        return MemoryUse(
+        return HostMemoryUse(
             limit_bytes=None if limit_bytes >= UNLIMITED else limit_bytes,
             limit_source=self._source,
             usable_bytes=None if self._found is None else self._found.usable_bytes,

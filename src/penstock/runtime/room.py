@@ -164,8 +164,40 @@ class Eviction:
             return False
         if budget.limit_bytes - budget.used_bytes < nbytes:
             return False
+        if budget.parent.used_bytes - budget.used_bytes < needed - budget.free_bytes:
+            return False  # not even all that others hold would do
         with budget.changed:
             return budget.changed.wait_for(lambda: budget.free_bytes >= needed, OTHERS_PATIENCE_S)
+
+    def give_way(self, nbytes: int, of_pass: Pass) -> None:
+        """Begin to free ``nbytes`` for other parts of Penstock; does not wait.
+
+        See [Note: accounts that yield].
+
+        Args:
+            nbytes: Bytes that are missing.
+            of_pass: The pass whose storages go, the one needed last first.
+        """
+        traffic = self._traffic
+        if traffic.closed:
+            return
+        with traffic.lock:
+            going = traffic.give_spare() + traffic.writing_bytes
+        going += traffic.mover.trim(nbytes)
+        if going >= nbytes:
+            return
+        with traffic.lock:
+            while self._drop_prefetched(of_pass, None):
+                pass
+            self._promote_kept()
+        going += traffic.mover.trim(nbytes)
+        while going < nbytes:
+            with traffic.lock:
+                victim = self._victim(of_pass, None)
+            if victim is None:
+                return
+            going += victim.nbytes
+            self._evict(victim)
 
     def _exceed(self, nbytes: int, name: str) -> bool:
         """Refuse to, where the limit is given and tiers could take more; else count it: False."""

@@ -17,7 +17,6 @@ from penstock.core import knobs
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import BudgetError, ConfigError, free_space_bytes
 from penstock.core.units import GIB, MIB, format_bytes, round_down
-from penstock.io.aio import default_engine
 from penstock.io.engine import Engine
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
@@ -27,6 +26,7 @@ from penstock.runtime.sampling import CodecSampler, Sampler
 from penstock.store.account import Account, host_account
 from penstock.store.arena import Arena
 from penstock.store.base import Tier
+from penstock.store.engine import shared_engine
 from penstock.store.flash import FlashTier
 from penstock.store.host import HostTier
 
@@ -71,7 +71,7 @@ class Stores:
             NoSpaceError: A file system has not the space that ``flash_capacity`` asks for.
         """
         self.tiers: dict[str, Tier] = {}
-        self._engine: Engine | None = None
+        self._direct_engine: Engine | None = None  # GPU-direct
         self._host: Account | None = None
         self._host_arena: Arena | None = None
         self._recorder = recorder
@@ -104,12 +104,6 @@ class Stores:
     def timer(self) -> DeviceTimer | None:
         """Of the device; ``None``: it does not run behind the interpreter."""
         return None if self._accelerator is None else self._accelerator.timer
-
-    @property
-    def engine(self) -> Engine | None:
-        """Engine of the flash tier; None: there is none, or it is for device memory."""
-        engine = self._engine
-        return None if engine is None or engine.spec.gpu_direct else engine
 
     def allowance(self, device: torch.device, budget: Account) -> FoundAllowance | None:
         """Return what finds the limit of a device's ``budget``.
@@ -188,8 +182,8 @@ class Stores:
         """Close everything; what is still in flight is waited for. Idempotent."""
         for tier in self.tiers.values():
             tier.close()
-        if self._engine is not None:
-            self._engine.close()
+        if self._direct_engine is not None:
+            self._direct_engine.close()
         if self._mover is not None:
             self._mover.close()
         if self._host_arena is not None:
@@ -212,10 +206,9 @@ class Stores:
             link = None if accelerator is None else accelerator.link
             direct = gpu_direct.open_flash(open_tier, device, link, self._recorder)
             if direct is not None:
-                self._engine, tier = direct
+                self._direct_engine, tier = direct
                 return cast(Tier, tier)
-        self._engine = default_engine()
-        return open_tier(self._engine)
+        return open_tier(shared_engine())
 
     def _open_mover(self, config: OffloadConfig) -> tuple[Mover, Arena | None]:
         """The mover, and what the host tier's bytes rest in, if there is one."""
@@ -230,7 +223,7 @@ class Stores:
         mover = CpuMover(budget=self._budget)
         if not config.host_bytes:
             return mover, None
-        return mover, Arena(config.host_bytes, budget=host, owner="host tier")
+        return mover, Arena(config.host_bytes, account=host, owner="host tier")
 
 
 def check_device_codec(name: str, device: torch.device) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
-from penstock.io.aio import default_engine
 from penstock.observe.clients import SUSPENDED
 from penstock.observe.recorder import Recorder
-from penstock.store import checksums
 from penstock.store.base import Tier
+from penstock.store.engine import shared_engine
 from penstock.store.flash import FlashTier, StrPath
 from penstock.store.slabs import UNIT_BYTES
 from penstock.swap.state import SuspendableStorage
@@ -40,23 +38,15 @@ class SwapSpace:
             ConfigError: A directory cannot be used.
         """
         self._flash = flash
-        self._closing = ExitStack()
-        engine = default_engine()
-        self._closing.callback(engine.close)
-        try:
-            tier = FlashTier(
-                flash,
-                capacity_bytes=capacity_bytes,
-                engine=engine,
-                recorder=recorder,
-                name=SUSPENDED,
-                checksum=checksums.full,
-            )
-        except BaseException:
-            self._closing.close()
-            raise
+        tier = FlashTier(
+            flash,
+            capacity_bytes=capacity_bytes,
+            engine=shared_engine(),
+            recorder=recorder,
+            name=SUSPENDED,
+            verify="full",
+        )
         self.tier: Tier = wrap_tier(tier) if wrap_tier is not None else tier
-        self._closing.callback(self.tier.close)
 
     @staticmethod
     def needed_bytes(held: Sequence[SuspendableStorage], flash: StrPath | Sequence[StrPath]) -> int:
@@ -73,4 +63,4 @@ class SwapSpace:
 
     def close(self) -> None:
         """Close the files, which discards them. Idempotent."""
-        self._closing.close()
+        self.tier.close()

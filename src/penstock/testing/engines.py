@@ -246,14 +246,14 @@ class EngineTests:
     def test_priorities_go_first_and_equals_in_order(
         self, build: EngineBuilder, file: File
     ) -> None:
-        """The order is demand, prefetch, write-behind, read-ahead, and first in, first out in each."""
+        """The order is demand, prefetch, write-behind, background, and first in, first out in each."""
         gate, order = GatedSyscalls(), [*range(10)]
         engine = build(threads=1, syscalls=gate)
         blocker = move(engine, "write", file, 0, aligned(PIECE_BYTES))
         gate.wait_for_call()
         early, late = (
             [Priority.DEMAND, Priority.PREFETCH],
-            [Priority.READ_AHEAD, Priority.WRITE_BEHIND],
+            [Priority.BACKGROUND, Priority.WRITE_BEHIND],
         )
         wanted = [*late, Priority.PREFETCH, *early] * 2
         transfers = [

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Final
 
 from penstock.checkpoint import disk as checkpoint_disk
+from penstock.io.threads import ThreadEngine
+from penstock.store.engine import shared_engine
 from penstock.testing.power import PowerLossDisk
+from penstock.testing.shared_engine import shared_engine_replaced
 
 _Call = Callable[..., Any]
 _Wrap = Callable[[PowerLossDisk, _Call], _Call]
@@ -210,12 +213,17 @@ CALLS: Final[dict[tuple[ModuleType, str], _Wrap]] = {
 
 @contextmanager
 def recording(disk: PowerLossDisk) -> Iterator[None]:
-    """Record changes by any thread inside the block; for one disk at a time."""
+    """Record changes by any thread inside the block; for one disk at a time.
+
+    The shared engine is one of threads meanwhile: asynchronous writes pass no function of Python.
+    """
     before = {place: getattr(*place) for place in CALLS}
     for place, wrap in CALLS.items():
         setattr(*place, wrap(disk, before[place]))
+    threads = isinstance(shared_engine(), ThreadEngine)
     try:
-        yield
+        with nullcontext() if threads else shared_engine_replaced(ThreadEngine()):
+            yield
     finally:
         for place, call in before.items():
             setattr(*place, call)

@@ -1,0 +1,76 @@
+"""The I/O engine that everything in this process shares.
+
+Activations, optimizer records, gradients, checkpoints, data sets and suspended jobs submit to one queue,
+so that :class:`penstock.io.engine.Priority` orders all of their transfers: a demand read of backward
+overtakes a checkpoint that is being saved. GPU-direct engines are separate: they take other addresses.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.core import knobs
+from penstock.core.locks import Lock
+from penstock.core.process import call_in_child
+from penstock.io.aio import default_engine
+from penstock.io.engine import Engine
+
+
+class _Settings(NamedTuple):
+    """Knobs from which an engine is made."""
+
+    kind: str
+    threads: int
+    piece_bytes: int
+
+
+class _Shared:
+    """The engine of one process, with the settings from which it was made."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.settings: _Settings | None = None
+        self.engine: Engine | None = None
+        self.replacement: Engine | None = None
+
+
+_shared = _Shared()
+
+
+def shared_engine() -> Engine:
+    """Return the engine of this process; it is made at first use.
+
+    Never close it: its clients wait for their own transfers, and the kernel takes 30 ms to release an
+    engine. A forked child gets another one. If the knobs have changed since it was made, so do those who
+    ask from now on; the earlier one ends when the last client drops it.
+
+    Raises:
+        ConfigError: The engine that ``PENSTOCK_IO_ENGINE`` names is not available.
+    """
+    shared = _shared
+    settings = _Settings(knobs.io_engine(), knobs.io_threads(), knobs.io_piece_bytes())
+    with shared.lock:
+        if shared.replacement is not None:
+            return shared.replacement
+        if shared.engine is None or shared.settings != settings:
+            shared.engine, shared.settings = default_engine(), settings
+        return shared.engine
+
+
+def replace_shared_engine(engine: Engine | None) -> Engine | None:
+    """Have ``shared_engine`` return ``engine``, or its own again if None; for tests.
+
+    Returns:
+        The engine that replaced it before, or None.
+    """
+    with _shared.lock:
+        before, _shared.replacement = _shared.replacement, engine
+    return before
+
+
+def _begin_child() -> None:
+    global _shared  # noqa: PLW0603  (the parent's lock may be held, and its threads are not here)
+    _shared = _Shared()
+
+
+call_in_child(_begin_child)
