@@ -10,7 +10,7 @@ import pytest
 import torch
 from optim_runs import assert_same, parameters, train
 
-from penstock import ConfigError
+from penstock import ChecksumError, ConfigError
 from penstock.optim import FlashAdamW
 
 FORMATS = [("exact", torch.float32), ("exact", torch.bfloat16), ("split", torch.bfloat16),
@@ -82,6 +82,24 @@ def test_a_torn_journal_leaves_the_step_before(torn, small):
     b = FlashAdamW(after, durable=True, **small)
     assert b.resume() == 2
     assert_same(after, before)
+    b.close()
+
+
+def test_a_record_that_changed_between_two_runs_is_found(small, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_VERIFY", "full")
+    params = parameters()
+    a = FlashAdamW(params, durable=True, **small)
+    train(a, params, steps=2)
+    a.close()
+    (slab,) = small["flash"].glob("*.slab")
+    found = bytearray(slab.read_bytes())
+    found[5::4096] = bytes(byte ^ 1 for byte in found[5::4096])
+    slab.write_bytes(found)
+    b = FlashAdamW(parameters(), durable=True, **small)
+    with pytest.raises(
+        ChecksumError, match=r"tile \d+ \(parameters .*offset \d+ of .*durable step"
+    ):
+        b.resume()
     b.close()
 
 
