@@ -335,7 +335,10 @@ class Session:
 
     def _codec(self) -> str:
         """Return the configured codec. Raises ConfigError if the device does not support it."""
+        assert self._memory is not None
         codec = self.config.codec
+        if codec == "auto" and not self._memory.affords_codecs:
+            return "none"
         if self._device.type != "cpu" and codec not in ("auto", "none"):
             check_device_codec(codec, self._device)
         return codec

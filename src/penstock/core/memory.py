@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -171,8 +170,8 @@ class ProcessMemory:
 
     def peak_bytes(self) -> int:
         """Return the most that has been resident at any one time, without the present pages of files."""
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-        return max(0, most - _sum(self._status(), (b"RssFile:",)))
+        status = self._status()  # getrusage has the peak of the program that was replaced by exec, too
+        return max(0, _sum(status, (b"VmHWM:",)) - _sum(status, (b"RssFile:",)))
 
     def _status(self) -> bytes:
         if self._fd >= 0:

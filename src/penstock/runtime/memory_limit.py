@@ -32,12 +32,19 @@ from penstock.store.heap import heap_is_better
 
 SAVED_TENSORS: Final = "saved tensors"
 """Owner of saved tensors in the host account."""
+_LEAST_WITH_CODECS_BYTES: Final = 512 * MIB
+"""Limit from which on codecs are used where the process is limited: Numba takes some 120 MiB."""
 _LOOK_AGAIN_NS: Final = 10**9
 """Time between two measurements of what the machine and the control groups leave."""
 
 
 class MemoryLimit:
-    """Limit of the host account while a session is open. For the session's thread."""
+    """Limit of the host account while a session is open. For the session's thread.
+
+    Attributes:
+        affords_codecs: False if the process is limited so tightly that the kernels of codecs would take
+            a notable part of what is left, since Numba and what it compiles are part of the process.
+    """
 
     def __init__(self, config: OffloadConfig, recorder: Recorder) -> None:
         """Limit the host account according to the setting ``memory``.
@@ -74,6 +81,9 @@ class MemoryLimit:
         elif self._request is not None and self._request.nbytes is not None:
             self._source = f"memory={format_bytes(self._request.nbytes)}"
             self._account.limit_bytes = self._request.nbytes
+        self.affords_codecs = (
+            not self._finds or self._account.limit_bytes >= _LEAST_WITH_CODECS_BYTES
+        )
         self._check()
 
     def _check(self) -> None:
