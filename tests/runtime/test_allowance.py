@@ -16,7 +16,7 @@ from penstock.observe.recorder import Recorder
 from penstock.plan import Action
 from penstock.runtime.allowance import LIMIT, Allocated, FoundAllowance, Remainder
 from penstock.runtime.encoding.scratch import SCRATCH
-from penstock.runtime.traffic import SAVED
+from penstock.runtime.table import SAVED
 from penstock.store.account import Account
 
 TOTAL = 160 * MIB
