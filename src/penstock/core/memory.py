@@ -170,7 +170,9 @@ class ProcessMemory:
 
     def peak_bytes(self) -> int:
         """Return the most that has been resident at any one time, without the present pages of files."""
-        status = self._status()  # getrusage has the peak of the program that was replaced by exec, too
+        status = (
+            self._status()
+        )  # getrusage has the peak of the program that was replaced by exec, too
         return max(0, _sum(status, (b"VmHWM:",)) - _sum(status, (b"RssFile:",)))
 
     def _status(self) -> bytes:

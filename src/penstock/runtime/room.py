@@ -172,18 +172,18 @@ class Eviction:
         traffic = self._traffic
         if traffic.closed:
             return
-        with traffic.lock:
-            going = traffic.give_spare() + traffic.writing_bytes
+        with traffic.table.lock:
+            going = traffic.table.free_spare() + traffic.writing_bytes
         going += traffic.mover.trim(nbytes)
         if going >= nbytes:
             return
-        with traffic.lock:
+        with traffic.table.lock:
             while self._drop_prefetched(of_pass, None):
                 pass
-            self._promote_kept()
+            traffic.table.promote_all()
         going += traffic.mover.trim(nbytes)
         while going < nbytes:
-            with traffic.lock:
+            with traffic.table.lock:
                 victim = self._victim(of_pass, None)
             if victim is None:
                 return
