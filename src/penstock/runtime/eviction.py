@@ -169,21 +169,21 @@ class Eviction:
             nbytes: Bytes that are missing.
             of_pass: The pass whose storages go, the one needed last first.
         """
-        traffic = self._traffic
-        if traffic.closed:
+        transfers = self._transfers
+        if transfers.closed:
             return
-        with traffic.table.lock:
-            going = traffic.table.free_spare() + traffic.writing_bytes
-        going += traffic.mover.trim(nbytes)
+        with transfers.table.lock:
+            going = transfers.table.free_spare() + transfers.writing_bytes
+        going += transfers.mover.trim(nbytes)
         if going >= nbytes:
             return
-        with traffic.table.lock:
+        with transfers.table.lock:
             while self._drop_prefetched(of_pass, None):
                 pass
-            traffic.table.promote_all()
-        going += traffic.mover.trim(nbytes)
+            transfers.table.promote_all()
+        going += transfers.mover.trim(nbytes)
         while going < nbytes:
-            with traffic.table.lock:
+            with transfers.table.lock:
                 victim = self._victim(of_pass, None)
             if victim is None:
                 return

@@ -667,7 +667,7 @@ class Executor:
     def give_way(self, nbytes: int) -> None:
         """Begin to free ``nbytes`` for other parts of Penstock. In any thread; does not wait."""
         if not self._guard.in_child:
-            self._room.give_way(nbytes, self._pass)
+            self._eviction.give_way(nbytes, self._pass)
 
     def end_step(self) -> int | None:
         """End a step; return the new limit of the device budget, if less memory is left than before."""
