@@ -155,8 +155,40 @@ class Eviction:
             return False
         if budget.limit_bytes - budget.used_bytes < nbytes:
             return False
+        if budget.parent.used_bytes - budget.used_bytes < needed - budget.free_bytes:
+            return False  # not even all that others hold would do
         with budget.changed:
             return budget.changed.wait_for(lambda: budget.free_bytes >= needed, OTHERS_PATIENCE_S)
+
+    def give_way(self, nbytes: int, of_pass: Pass) -> None:
+        """Begin to free ``nbytes`` for other parts of Penstock; does not wait.
+
+        See [Note: accounts that yield].
+
+        Args:
+            nbytes: Bytes that are missing.
+            of_pass: The pass whose storages go, the one needed last first.
+        """
+        transfers = self._transfers
+        if transfers.closed:
+            return
+        with transfers.table.lock:
+            going = transfers.table.free_spare() + transfers.writing_bytes
+        going += transfers.mover.trim(nbytes)
+        if going >= nbytes:
+            return
+        with transfers.table.lock:
+            while self._drop_prefetched(of_pass, None):
+                pass
+            transfers.table.promote_all()
+        going += transfers.mover.trim(nbytes)
+        while going < nbytes:
+            with transfers.table.lock:
+                victim = self._victim(of_pass, None)
+            if victim is None:
+                return
+            going += victim.nbytes
+            self._evict(victim)
 
     def _exceed(self, nbytes: int, name: str) -> bool:
         """Refuse to, where the limit is given and tiers could take more; else count it: False."""

@@ -54,7 +54,7 @@ from penstock.store.account import Account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
-    from penstock.runtime.cuda.allowance import Allowance
+    from penstock.runtime.allowance import Allowance
 
 _KEPT: Final = Residency.KEPT
 _SMALL: Final = Residency.SMALL
@@ -663,6 +663,11 @@ class Executor:
         if self.allowance is not None and finished.observed:
             limit_bytes = self._set_limit(self.allowance.settle())
         return self.active.end_pass(finished, limit_bytes=limit_bytes)
+
+    def give_way(self, nbytes: int) -> None:
+        """Begin to free ``nbytes`` for other parts of Penstock. In any thread; does not wait."""
+        if not self._guard.in_child:
+            self._eviction.give_way(nbytes, self._pass)
 
     def end_step(self) -> int | None:
         """End a step; return the new limit of the device budget, if less memory is left than before."""

@@ -28,6 +28,8 @@ from penstock.core.units import format_bytes
 from penstock.io.mapping import PAGE_BYTES
 from penstock.store.account import Account, host_account
 
+TRIES: Final = 3
+"""Times that others are asked to free memory for a block, since somebody else may take it."""
 MAX_ALIGNMENT_BYTES: Final = 2 << 20
 
 
@@ -143,6 +145,9 @@ class Pool(ABC):
             alignment: Its address is a multiple of this.
             force: Charge it even over the account's limits.
 
+        If the process's account is full, others free memory for it first, which is waited for: see
+        [Note: accounts that yield].
+
         Returns:
             The block, or None if it does not fit the capacity, or the account, now. To wait, wait on
             ``account.changed``, which is notified when a block is freed; use a timeout, since one may
@@ -161,7 +166,12 @@ class Pool(ABC):
         if alignment <= 0 or MAX_ALIGNMENT_BYTES % alignment:
             raise ConfigError(f"alignment {alignment} is not a power of two up to 2 MiB")
         self._check_process()
-        return self._allocate(nbytes, alignment, force)
+        block = self._allocate(nbytes, alignment, force)
+        for _ in range(TRIES):
+            if block is not None or not self.account.make_room(self.charge_bytes(nbytes)):
+                break
+            block = self._allocate(nbytes, alignment, force)
+        return block
 
     def trim(self, nbytes: int | None = None) -> int:
         """Free idle memory, and uncharge it.
