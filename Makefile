@@ -27,7 +27,7 @@ MUTATIONS = $(ON_DEVICE); PYTHONPATH=$$PYTHONPATH:$(CURDIR)/tests $(PY) tests/de
 # how pytest shows arguments prints storages value by value, which takes minutes on this device
 DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 120
 
-.PHONY: help demo test test-all test-device test-device-all test-mutations lint format bench docs clean
+.PHONY: help demo test test-all test-places test-device test-device-all test-mutations lint format bench docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s "$$(printf '\t')"
@@ -41,7 +41,10 @@ test: $(VENV)/.base ## the tests, but for slow ones, side by side on up to four 
 
 test-all: $(VENV)/.base ## the tests, slow ones, random ones and those for a GPU included
 	export PENSTOCK_TEST_RANDOM=1; $(PYTEST)
-	$(MAKE) test-device test-device-all
+	$(MAKE) test-places test-device test-device-all
+
+test-places: $(VENV)/.base ## break each place that matters most: a test must notice
+	PYTHONPATH=$(CURDIR)/tests $(PY) tests/mutations/break_places.py
 
 test-device: $(DEVICE)/.built ## the tests for a GPU on an emulated one (builds it first, for 2 GB)
 	$(ON_DEVICE); $(PYTEST) $(DEVICE_TESTS) -n logical --maxprocesses 4 --dist worksteal \

@@ -168,6 +168,11 @@ class GatedTier(WrapperTier):
         self._waiting = {kind: [] for kind in kinds}
         self._gate = threading.Lock()
 
+    def waiting(self, kind):
+        """How many operations are at the gate."""
+        with self._gate:
+            return len(self._waiting[kind])
+
     def open(self, kind):
         """Let everything of this kind pass from now on."""
         with self._gate:
@@ -175,9 +180,9 @@ class GatedTier(WrapperTier):
         for release in waiting:
             release()
 
-    def _write(self, address, nbytes, keep_alive, priority):
-        place, transfer = self.inner._write(address, nbytes, keep_alive, priority)
-        return place, self._hold("write", transfer, keep_alive)
+    def _write(self, place, address, nbytes, keep_alive, priority):
+        transfer = self.inner._write(place, address, nbytes, keep_alive, priority)
+        return self._hold("write", transfer, keep_alive)
 
     def _read(self, place, address, nbytes, keep_alive, priority):
         transfer = self.inner._read(place, address, nbytes, keep_alive, priority)

@@ -59,6 +59,16 @@ def test_a_manifest_goes_through_its_file(saved):
     assert Manifest.decode(data).encode() == data
 
 
+def test_a_manifest_that_is_not_what_was_written_is_refused(saved):
+    """One digit of it is another: it would be a manifest of this format, of another state."""
+    path = saved / "manifest.json"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"facts":{', b'"facts":{"a":1,', 1).replace(b",}", b"}", 1))
+    json.loads(path.read_bytes())
+    with pytest.raises(DamagedError, match="its checksum is not that of its bytes"):
+        STORE.load(saved)
+
+
 HOSTILE = {
     "a path up": lambda d: d["files"][0].update(name="../a/data-00000.safetensors"),
     "a path away": lambda d: d["files"][0].update(name="/etc/passwd"),

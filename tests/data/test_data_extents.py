@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.data.extents import GAP_BYTES, GRANULE, LONG_BYTES, plan_of
@@ -26,9 +26,14 @@ records = st.lists(
 )
 
 
-@given(records=records, data=st.data())
-def test_all_is_read_and_nothing_twice(records, data):
-    chosen = data.draw(st.lists(st.integers(0, len(records) - 1), min_size=1, max_size=12))
+NESTED = [(0, 0, 30 * GAP_BYTES), (0, GAP_BYTES, 1), (0, 20 * GAP_BYTES, 1)]
+"""The last one lies in the first, far behind the second."""
+
+
+@given(records=records, numbers=st.lists(st.integers(0, 11), min_size=1, max_size=12))
+@example(records=NESTED, numbers=[0, 1, 2])
+def test_all_is_read_and_nothing_twice(records, numbers):
+    chosen = [number % len(records) for number in numbers]
     plan = plan_of(index_of(records), np.array(chosen))
     extents = list(zip(plan.file.tolist(), plan.begin.tolist(), plan.nbytes.tolist(), strict=True))
     for sample, extent in zip(chosen, plan.extent[:, 0].tolist(), strict=True):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
 
@@ -32,7 +33,7 @@ from penstock.core.errors import (
 )
 from penstock.data import FlashDataset, FlashIterable, FlashLoader, Order, open_index, pack
 from penstock.data.decode import gather
-from penstock.io.engine import EngineSpec
+from penstock.io.engine import EngineSpec, Priority, Transfer
 from penstock.io.threads import Syscalls, ThreadEngine
 from penstock.store.account import host_account
 
@@ -476,6 +477,49 @@ def test_a_gpu_direct_engine_is_refused(rows):
     engine = Direct(1, 4096)
     with pytest.raises(ConfigError, match="device memory"):
         FlashLoader(FlashDataset(path, engine=engine), 2)
+    engine.close()
+
+
+class Urged(ThreadEngine):
+    """Reads that nobody waits for do not end, or late."""
+
+    urged = given_up = 0
+
+    def submit_batch(self, batch):
+        inner = super().submit_batch(batch)
+
+        def end():
+            inner.add_done_callback(lambda done: outer.done or outer.settle(done.error))
+
+        def promote(_, priority):
+            self.urged += priority is Priority.DEMAND
+            end()
+
+        def give_up():
+            self.given_up += not outer.done
+            end()
+
+        outer = Transfer(inner.nbytes, promote=promote)
+        timer = threading.Timer(5, give_up)
+        timer.daemon = True
+        timer.start()
+        return outer
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_reads_become_demands_when_training_waits_for_them(rows, early):
+    """Whether it asked before the loader came to them, or after."""
+    path, _ = rows(64, 4096)
+    engine = Urged(2, 1 << 20)
+    with FlashLoader(FlashDataset(path, engine=engine), 8) as loader:
+        if early:
+            assert sorted(epoch_of(loader)) == list(range(64))
+        else:
+            batches = iter(loader)
+            time.sleep(0.1)  # the loader waits already
+            assert len(next(batches)) == 8
+        assert engine.urged > 0
+        assert engine.given_up == 0
     engine.close()
 
 

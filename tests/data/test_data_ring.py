@@ -87,6 +87,20 @@ class RingMachine(RuleBasedStateMachine):
 TestRing = RingMachine.TestCase
 
 
+def test_what_is_freed_is_used_again_when_all_before_it_is_free():
+    ring = ByteRing(CAPACITY)
+    part = np.array([CAPACITY // 4])
+    first, second, third = (ring.take(part)[1] for _ in range(3))
+    ring.free(second)
+    assert ring.take(part) is not None
+    assert ring.take(part) is None, "the first one is not free"
+    ring.free(first)
+    assert ring.take(np.array([CAPACITY // 2])) is not None
+    assert ring.take(part) is None, "the third one is not free"
+    ring.free(third)
+    ring.close()
+
+
 def test_what_is_not_needed_any_more_is_given_back():
     ring = ByteRing(4 * HUGE_PAGE_BYTES)
     _, first = ring.take(np.array([3 * HUGE_PAGE_BYTES + 1]))

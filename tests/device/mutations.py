@@ -17,16 +17,12 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import itertools
 import json
 import os
-import select
-import signal
 import sys
 import tempfile
 import time
 import tomllib
-import traceback
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +30,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
+
+import forked
 
 T = TypeVar("T")
 
@@ -476,51 +474,20 @@ def clean(seed: int) -> str:
     return json.dumps(dict(judge(lambda names: names)))
 
 
-def in_a_child(work: Callable[[], str]) -> tuple[int, int]:
-    """Fork; the child's number, and where its result comes."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(writer)
-        return child, reader
-    os.close(reader)
-    signal.alarm(LIMIT_S)
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)
-    os.dup2(silent, 2)
-    try:
-        said = work()
-    except _CannotBeginError as error:
-        said = f"{UNUSABLE}{error}"
-    except BaseException:  # noqa: BLE001  (it notices)
-        said = "error: " + traceback.format_exc().strip().rpartition("\n")[2]
-    with open(writer, "w", encoding="utf-8", errors="replace") as file:
-        file.write(said)
-        file.flush()
-        os._exit(0)
-
-
 def run(tasks: Iterable[tuple[T, Callable[[], str]]], jobs: int) -> Iterator[tuple[T, str]]:
-    """What each task said, which runs in a process of its own."""
-    waiting = iter(tasks)
-    running: dict[int, tuple[T, int]] = {}
-    while True:
-        for key, work in itertools.islice(waiting, jobs - len(running)):
-            child, reader = in_a_child(work)
-            running[reader] = key, child
-        if not running:
-            return
-        for reader in select.select(list(running), [], [])[0]:
-            key, child = running.pop(reader)
-            with open(reader, "rb") as file:
-                text = file.read().decode()
-            _, status = os.waitpid(child, 0)
-            died = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-            if text.startswith(UNUSABLE):
-                sys.exit(text)
-            if died:
-                text = "no end" if died == signal.SIGALRM else f"died of signal {died}"
-            yield key, text
+    """Yield what each task said, which runs in a process of its own; end if the device cannot be used."""
+    able = ((key, partial(_said_by, work)) for key, work in tasks)
+    for key, text in forked.run(able, jobs, LIMIT_S):
+        if text.startswith(UNUSABLE):
+            sys.exit(text)
+        yield key, text
+
+
+def _said_by(work: Callable[[], str]) -> str:
+    try:
+        return work()
+    except _CannotBeginError as error:
+        return f"{UNUSABLE}{error}"
 
 
 # -- all of them ------------------------------------------------------------------------------------

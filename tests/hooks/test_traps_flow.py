@@ -17,11 +17,13 @@ from offload_runs import (
     wait_until,
     written_bytes,
 )
+from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Stage
 from penstock.plan import Action
 from penstock.runtime.storage import Residency
 from penstock.runtime.traffic import SAVED
 from penstock.runtime.traffic import SMALL as SMALL_OWNER
+from penstock.store.wrappers import WrapperTier
 
 # -- 17: needed while it is written ----------------------------------------------------------------
 
@@ -40,6 +42,23 @@ def test_trap_17_a_tensor_on_its_way_out_is_forwarded(session_for):
         assert counted(session, "forwarded") == 2
         assert read_bytes(session) == 0
         made[0].open("write")
+        del loss
+        assert_nothing_held(session)
+
+
+def test_trap_17_what_was_forwarded_stays_in_memory(session_for):
+    """The write goes on, but its graph may be walked again: that reads nothing either."""
+    weight = leaf(LARGE)
+    session, made = gated(session_for, "write")
+    with session:
+        (loss,) = squares(weight, 1)
+        loss.backward(retain_graph=True)
+        made[0].open("write")
+        wait_for_writes(session)
+        loss.backward()
+        n = weight.detach()
+        assert same_bits(weight.grad, (n + n) * 2)
+        assert read_bytes(session) == 0
         del loss
         assert_nothing_held(session)
 
@@ -77,6 +96,71 @@ def test_trap_17_the_source_lives_until_it_is_written(session_for):
         assert session.budget.used_by(SAVED) == 0
         loss.backward()
         assert same_bits(weight.grad, 8 * weight.detach())
+
+
+class UrgedTier(WrapperTier):
+    """Reads that nobody waits for do not end."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.urged = self.given_up = 0
+
+    def _read(self, place, address, nbytes, keep_alive, priority):
+        inner = self.inner._read(place, address, nbytes, keep_alive, priority)
+        if priority is Priority.DEMAND:
+            return inner
+
+        def end():
+            if not outer.done:
+                inner.add_done_callback(lambda done: outer.done or outer.settle(done.error))
+
+        def promote(_, priority):
+            self.urged += 1
+            end()
+
+        def give_up():
+            self.given_up += not outer.done
+            end()
+
+        outer = Transfer(inner.nbytes, promote=promote)
+        timer = threading.Timer(5, give_up)
+        timer.daemon = True
+        timer.start()
+        return outer
+
+
+def test_a_read_ahead_that_backward_waits_for_becomes_a_demand(session_for):
+    """It goes before all that nobody waits for, so the stall is as short as it can be."""
+    made = []
+
+    def wrap(tier):
+        made.append(UrgedTier(tier))
+        return made[0]
+
+    weight = leaf(LARGE)
+    with session_for(wrap_tier=wrap) as session:
+        loss = weight.sin().sin().sin().sum()
+        wait_for_writes(session)
+        loss.backward()
+        assert made[0].urged > 0
+        assert made[0].given_up == 0
+
+
+def test_a_graph_that_is_walked_again_is_read_ahead_from_its_end_again(session_for):
+    weight = leaf(LARGE)
+    with session_for() as session:
+        value = weight * 2
+        for _ in range(6):
+            value = value.sin()
+        loss = value.sum()
+        del value
+        missed = []
+        for _ in range(3):
+            wait_for_writes(session)
+            before = counted(session, "prefetch.missed")
+            loss.backward(retain_graph=True)
+            missed.append(counted(session, "prefetch.missed") - before)
+        assert missed == [1, 1, 1]
 
 
 def test_trap_17_a_graph_dropped_while_it_is_written_is_charged_until_then(session_for):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
-from offload_runs import assert_nothing_held, same_bits, session_in
+from offload_runs import GatedTier, assert_nothing_held, same_bits, session_in, wait_until
 from pages_resident import resident_bytes
 from penstock import checkpoint
 from penstock.checkpoint.store import CheckpointStore
@@ -557,6 +558,36 @@ def test_after_a_write_that_failed_the_space_of_all_others_is_free_again(disk_pa
             penstock.suspend(session)
         assert session.space.tier.held_bytes == 0
         penstock.suspend(session)
+        penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
+
+
+def test_memory_is_held_until_all_of_it_is_written(disk_path):
+    gates, held = [], []
+
+    def wrap(tier):
+        if tier.spec.name == "suspended":
+            tier = GatedTier(tier, "write")
+            gates.append(tier)
+        return tier
+
+    def open_later():
+        wait_until(lambda: gates and gates[0].arrived["write"].is_set(), "it is being written")
+        for _ in range(10):  # as long as it could be freed
+            time.sleep(0.01)
+            held.append(all(map(PrivateMemory().holds, ours)))
+        gates[0].open("write")
+
+    model = torch.nn.Linear(1536, 1536)
+    ours = [whole_pages(model.weight.data_ptr(), model.weight.nbytes)]
+    expected = [each.detach().clone() for each in model.parameters()]
+    with session_in(disk_path, model, wrap_tier=wrap) as session:
+        opener = threading.Thread(target=open_later)
+        opener.start()
+        penstock.suspend(session)
+        opener.join()
+        assert all(held)
+        assert not any(map(PrivateMemory().holds, ours))
         penstock.resume(session)
     assert_same([each.detach() for each in model.parameters()], expected)
 

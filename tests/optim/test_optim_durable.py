@@ -10,7 +10,7 @@ import pytest
 import torch
 from optim_runs import assert_same, parameters, train
 
-from penstock import ConfigError
+from penstock import ChecksumError, ConfigError
 from penstock.optim import FlashAdamW
 
 FORMATS = [("exact", torch.float32), ("exact", torch.bfloat16), ("split", torch.bfloat16),
@@ -56,7 +56,19 @@ def test_what_an_earlier_run_left_is_not_overwritten_by_accident(small):
     c.close()
 
 
-@pytest.mark.parametrize("torn", [0, 10])
+def first_bytes(count):
+    return lambda data: data[:count]
+
+
+def another_step(data):
+    """Well-formed, but not what was written: only the checksum can tell."""
+    assert data.count(b'"step\\": 3') == 1
+    return data.replace(b'"step\\": 3', b'"step\\": 7')
+
+
+@pytest.mark.parametrize(
+    "torn", [first_bytes(0), first_bytes(10), another_step], ids=["empty", "short", "other"]
+)
 def test_a_torn_journal_leaves_the_step_before(torn, small):
     params = parameters()
     a = FlashAdamW(params, durable=True, **small)
@@ -65,11 +77,29 @@ def test_a_torn_journal_leaves_the_step_before(torn, small):
     train(a, params, steps=1, first=2)
     a.close()
     newest = max(small["flash"].glob("*.journal"), key=lambda path: path.stat().st_mtime_ns)
-    newest.write_bytes(newest.read_bytes()[:torn])
+    newest.write_bytes(torn(newest.read_bytes()))
     after = parameters()
     b = FlashAdamW(after, durable=True, **small)
     assert b.resume() == 2
     assert_same(after, before)
+    b.close()
+
+
+def test_a_record_that_changed_between_two_runs_is_found(small, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_VERIFY", "full")
+    params = parameters()
+    a = FlashAdamW(params, durable=True, **small)
+    train(a, params, steps=2)
+    a.close()
+    (slab,) = small["flash"].glob("*.slab")
+    found = bytearray(slab.read_bytes())
+    found[5::4096] = bytes(byte ^ 1 for byte in found[5::4096])
+    slab.write_bytes(found)
+    b = FlashAdamW(parameters(), durable=True, **small)
+    with pytest.raises(
+        ChecksumError, match=r"tile \d+ \(parameters .*offset \d+ of .*durable step"
+    ):
+        b.resume()
     b.close()
 
 

@@ -14,7 +14,7 @@ from optim_runs import assert_same, assert_same_states, give_gradients, paramete
 from penstock import ChecksumError, ConfigError
 from penstock.optim import FlashAdamW, squeeze
 from penstock.optim.formats import State, form_of
-from penstock.optim.layout import make_tiles
+from penstock.optim.params import make_tiles
 from penstock.optim.squeeze import Squeezer, extent, slack_bytes, stretches
 
 # -- records ------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_damaged_record_is_a_checksum_error_also_without_checksums(shrinking, 
     params = parameters(sizes=SIZES)
     a = FlashAdamW(params, **shrinking)
     train(a, params, steps=2)
-    (files,) = a._penstock.store._files
+    (files,) = a._penstock.store.files.files
     descriptor = os.open(f"/proc/self/fd/{files[0].fd}", os.O_WRONLY)
     os.pwrite(descriptor, b"?" * files[0].size_bytes, 0)
     os.close(descriptor)

@@ -1,16 +1,19 @@
-"""``penstock.runtime.feedback``, and the triggers that it moves: reads that came late begin earlier."""
+"""Reads that came late begin earlier: ``prefetch_tuning``, and the triggers that it moves."""
 
-from dataclasses import dataclass, replace
+import threading
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from offload_runs import counted, wait_for_writes
+from offload_runs import GatedTier, counted, wait_for_writes
 from penstock.core.units import MIB
 from penstock.observe.events import Mark
 from penstock.plan import Action, Budgets, Decision, Plan, SlotKey
-from penstock.runtime.feedback import improve
+from penstock.runtime.orders import PassRecord, SlotOutcome
+from penstock.runtime.prefetch_tuning import improve
 from penstock.store.throttled import ThrottledTier
 from recompute_plans import FLASH, following, profiled
 
@@ -39,29 +42,14 @@ def plan_of(triggers, *, window_bytes=2 * MIB, device_bytes=8 * MIB):
     )
 
 
-@dataclass
-class Record:
-    key: SlotKey
-    needed_at_ns: int | None
-    waited_ns: int = 0
-
-
-@dataclass
-class Finished:
-    records: list
-    start_ns: int = 0
-    end_ns: int = 100 * MS
-    window_full: bool = False
-
-
 def finished(waits=(), *, window_full=False):
     """A pass whose backward asks for a slot every 10 ms, from 10 ms on."""
     waits = dict(waits)
-    records = [
-        Record(key(name), 10 * MS * (n + 1), waits.get(name, 0))
+    slots = tuple(
+        SlotOutcome(key(name), "Linear", "float32", 0, 10 * MS * (n + 1), waits.get(name, 0))
         for n, name in enumerate("abcdefgh")
-    ]
-    return Finished(records, window_full=window_full)
+    )
+    return PassRecord(1, 0, 10 * MS, 100 * MS, slots, window_full=window_full)
 
 
 def triggers(plan):
@@ -197,6 +185,38 @@ def test_without_triggers_reads_begin_as_soon_as_the_window_has_room(session_for
         executor._note_need, executor._traffic.fetch = needing, fetching
         loss.backward()
         assert begun.count(1) >= len(plan.decisions) - 1, "all at the first need"
+
+
+def test_reads_ahead_keep_to_the_window(session_for, disk):
+    """While backward waits for the first of many slots, no more are on their way than have room."""
+    slot_bytes, most = 512 * 64 * 4, 4
+    plan = replace(offloading(session_for, lambda rank: None), window_bytes=most * slot_bytes)
+    assert len(plan.decisions) > 2 * most
+    gates, begun = [], []
+
+    def wrap(tier):
+        gates.append(GatedTier(tier, "read"))
+        return gates[0]
+
+    def open_later():
+        gate = gates[0]
+        gate.arrived["read"].wait(20)
+        for _ in range(30):  # as long as there could come more
+            begun.append(gate.waiting("read"))
+            time.sleep(0.01)
+        gate.open("read")
+
+    model = layers()
+    session = following(disk, plan, model)
+    session.wrap_tier = wrap
+    with session:
+        loss = model(torch.randn(512, 64)).square().mean()
+        wait_for_writes(session)
+        opener = threading.Thread(target=open_later)
+        opener.start()
+        loss.backward()
+        opener.join()
+    assert 1 < max(begun) <= most
 
 
 def test_triggers_that_are_too_late_move_and_the_summary_tells(session_for, disk, tmp_path):

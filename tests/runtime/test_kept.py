@@ -1,6 +1,7 @@
 """Storages that a plan keeps: only counted, until room is needed; then as ready to go as any other."""
 
 import gc
+import re
 import threading
 
 import pytest
@@ -18,6 +19,7 @@ from offload_runs import (
 )
 from penstock.core.errors import InPlaceError
 from penstock.core.units import KIB, MIB
+from penstock.observe.recorder import Stage
 from penstock.runtime.storage import KeptStorage, Residency
 
 ROOMY = {"policy": "auto", "device_memory": 4 * MIB, "codec": "none"}
@@ -46,7 +48,7 @@ def learnt(session, start, passes=2):
     """A session that has its plan, and has been asked for every slot once."""
     for _ in range(passes):
         found = gradients(lambda: chain(start), [start])
-    assert session.planner.sure
+    assert session.executor.orders.kept
     return found
 
 
@@ -91,13 +93,28 @@ def test_they_go_when_room_is_needed(session_for):
         assert_nothing_held(session)
 
 
+def test_what_is_needed_last_goes_first(session_for):
+    """In forward that is what was saved first: it has the longest way back."""
+    start, other = leaf(), leaf(1, 2 * WIDE)
+    with session_for(**{**ROOMY, "policy": "keep"}) as session:
+        learnt(session, start)
+        loss = chain(start)
+        loss = loss + chain(other, 7)
+        wait_for_writes(session)
+        spans = [e for e in session.recorder.events() if getattr(e, "stage", "") == Stage.WRITE]
+        written = sorted(int(re.search(r"#(\d+)", span.slot)[1]) for span in spans)
+        assert len(written) >= 3
+        assert written == list(range(len(written)))
+        gradients(loss, [start, other])
+
+
 def test_after_that_all_slots_are_recorded_again(session_for):
     start, other = leaf(), leaf(1, 2 * WIDE)
     with session_for(**ROOMY) as session:
         learnt(session, start)
         gradients(lambda: chain(start) + chain(other, 7), [start, other])
         assert session.planner.replans == 1, "no plan is made of a pass with gaps"
-        assert not session.planner.sure
+        assert not session.executor.orders.kept
         gradients(lambda: chain(start) + chain(other, 7), [start, other])
         assert session.planner.replans == 2
         assert len(session.profile.slots) == 15
@@ -209,7 +226,7 @@ def test_trap_1_a_kept_tensor_that_was_modified_is_found_out(session_for, promot
         def changed(change):
             value = start * 1.5
             loss = value.sin().sum()
-            if promoted and session.planner.sure:
+            if promoted and session.executor.orders.kept:
                 with session.executor._lock:
                     session.executor.kept.promote_all()
             if change:
@@ -300,6 +317,7 @@ def test_promotion_while_others_unpack(session_for):
         for _ in range(2):
             gradients(lambda: chain(start, 40), [start])
         executor = session.executor
+        orders = executor.orders
         done = threading.Event()
 
         def disturb():
@@ -318,7 +336,7 @@ def test_promotion_while_others_unpack(session_for):
         thread.start()
         try:
             for _ in range(20):
-                session.planner._attention.full_passes = 0
+                executor.follow(orders)
                 loss = chain(start, 40)
                 assert same_bits(gradients(loss, [start])[0], expected[0])
                 del loss

@@ -21,22 +21,91 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.core.errors import PenstockError
 from penstock.core.locks import condition
 from penstock.core.units import round_up
 from penstock.io.mapping import PAGE_BYTES
-from penstock.optim.buffers import BufferPhase, RecordBuffer
-from penstock.optim.layout import Tile
+from penstock.optim.params import Tile
 from penstock.optim.squeeze import Squeezer
 from penstock.optim.store import RecordStore
 from penstock.store.arena import Arena, lone_block
 from penstock.store.pool import Block
+
+
+class BufferPhase(enum.Enum):
+    """Contents of a buffer."""
+
+    FREE = "nothing"
+    READING = "a record on its way in"
+    CLEAN = "a record as it is on flash"
+    DIRTY = "a record newer than on flash, or never written"
+    BUSY = "a record that a visitor works on"
+    WRITING = "a record on its way out"
+
+
+class RecordBuffer:
+    """Memory for one record. The pipeline's lock guards it, except for a visitor's use of the memory.
+
+    Attributes:
+        memory: uint8; the record of ``tile`` is its beginning.
+        address: Address of ``memory``.
+        tile: Tile whose record it holds; None: none.
+        phase: Contents.
+        before: Phase that BUSY came after.
+        is_fresh: True if the record was never filled, so that its contents mean nothing.
+        is_early: True if it was read ahead, and not visited yet.
+        is_done: True if it was visited in this pass.
+        leaves: True if the buffer becomes free once its record is written.
+        squeezed_bytes: Length of the squeezed record at the end of the buffer; 0: it is not squeezed.
+        error: Why it could not be read.
+    """
+
+    __slots__ = (
+        *("address", "memory", "tile", "phase", "before", "error"),
+        *("is_done", "is_early", "is_fresh", "leaves", "squeezed_bytes"),
+    )
+
+    def __init__(self, address: int, memory: NDArray[np.uint8]) -> None:
+        """Make an empty buffer."""
+        self.address = address
+        self.memory = memory
+        self.before = BufferPhase.FREE
+        self.is_done = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Mark the buffer as empty."""
+        self.tile: Tile | None = None
+        self.phase = BufferPhase.FREE
+        self.is_fresh = self.is_early = self.leaves = False
+        self.squeezed_bytes = 0
+        self.error: BaseException | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """True if it holds a record that no visitor changes now."""
+        return self.phase in (BufferPhase.CLEAN, BufferPhase.DIRTY, BufferPhase.WRITING)
+
+    @property
+    def is_moving(self) -> bool:
+        """True if its record is on its way in or out."""
+        return self.phase in (BufferPhase.READING, BufferPhase.WRITING)
+
+    @property
+    def is_rotating(self) -> bool:
+        """True if tiles pass through it now, so that it is not one that keeps its tile."""
+        is_open = self.phase in (BufferPhase.FREE, BufferPhase.READING)
+        return is_open or self.leaves or self.is_early
 
 
 class TilePipeline:
@@ -58,7 +127,6 @@ class TilePipeline:
         least: int,
         buffer_bytes: int,
         write_through: bool,
-        names: Callable[[Tile], str],
         squeezer: Squeezer,
     ) -> None:
         """Make the buffers; memory becomes resident as it is first used.
@@ -69,7 +137,6 @@ class TilePipeline:
             least: Smallest number of buffers; two more than simultaneous visitors, or as many as tiles.
             buffer_bytes: Length of the longest record, with what squeezing needs.
             write_through: Write each tile in each pass.
-            names: Returns what is in a tile, for errors.
             squeezer: Compresses the records that are written.
 
         Raises:
@@ -82,7 +149,6 @@ class TilePipeline:
         self.is_awaited = True
         self._squeezer = squeezer
         self._write_through = write_through
-        self._names = names
         self._wake = condition()
         self._block_bytes = round_up(max(buffer_bytes, 1), PAGE_BYTES)
         self._arena = Arena(count * self._block_bytes, owner="optimizer")
@@ -134,7 +200,7 @@ class TilePipeline:
         """
         buffer = self._wait_for(tile)
         try:
-            self._complete(tile, buffer)
+            self._expand(tile, buffer)
         except BaseException:
             self.drop(buffer)
             raise
@@ -224,16 +290,12 @@ class TilePipeline:
 
     # -- without the lock -------------------------------------------------------------------------
 
-    def _complete(self, tile: Tile, buffer: RecordBuffer) -> None:
-        """Verify and expand the record that a buffer holds."""
-        names = partial(self._names, tile)
-        if buffer.unverified:
-            self.store.verify(tile, buffer.address, names)
-            buffer.unverified = False
+    def _expand(self, tile: Tile, buffer: RecordBuffer) -> None:
+        """Expand the record that a buffer holds, if it is squeezed."""
         if buffer.squeezed_bytes:
             length, buffer.squeezed_bytes = buffer.squeezed_bytes, 0
             if not self._squeezer.expand(tile, buffer.memory, length):
-                raise self.store.damage(tile, names, "cannot be expanded")
+                raise self.store.damage(tile, "cannot be expanded")
 
     def _wait_for(self, tile: Tile) -> RecordBuffer:
         while True:
@@ -356,7 +418,7 @@ class TilePipeline:
         """Give a free buffer to a tile, and begin to read its record if it has one."""
         self._holding[tile.index] = buffer
         buffer.tile = tile
-        buffer.is_done = buffer.leaves = buffer.unverified = False
+        buffer.is_done = buffer.leaves = False
         buffer.is_early = True
         buffer.is_fresh = tile.index not in self.store.filled
         if buffer.is_fresh or not tile.record_bytes:
@@ -434,7 +496,6 @@ class TilePipeline:
         with self._wake:
             buffer.phase = BufferPhase.CLEAN
             buffer.error = error
-            buffer.unverified = True
             self._wake.notify_all()
 
     def _was_written(self, buffer: RecordBuffer, error: BaseException | None) -> None:

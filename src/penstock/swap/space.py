@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from penstock.observe.clients import SUSPENDED
 from penstock.observe.recorder import Recorder
-from penstock.store import checksums
 from penstock.store.base import Tier
+from penstock.store.blob import StrPath
 from penstock.store.engine import shared_engine
-from penstock.store.flash import FlashTier, StrPath
+from penstock.store.flash import FlashTier
 from penstock.store.slabs import UNIT_BYTES
 from penstock.swap.state import SuspendableStorage
 
@@ -45,7 +45,7 @@ class SwapSpace:
             engine=shared_engine(),
             recorder=recorder,
             name=SUSPENDED,
-            checksum=checksums.full,
+            verify="full",
         )
         self.tier: Tier = wrap_tier(tier) if wrap_tier is not None else tier
 
