@@ -80,7 +80,7 @@ class Buffers:
         self._free: list[Block] = []
         self._made = 0
         self._is_slow = False
-        self._making: Future[Block] | None = None
+        self._making: Future[Block | None] | None = None
 
     def __enter__(self) -> Buffers:
         return self
@@ -89,7 +89,12 @@ class Buffers:
         self.close()
 
     def take(self) -> Block | None:
-        """A block; None if all are taken, or the next one is being made. Raises TransferError."""
+        """Return a block; None if all are taken, or the next one is being made.
+
+        Raises:
+            BudgetError: The process's account has no room for the least number of blocks.
+            TransferError: The system has no memory.
+        """
         if self._making is not None and self._making.done():
             self._have_made()
         if self._free:
@@ -98,27 +103,39 @@ class Buffers:
             return None
         self._made += 1
         if not self._is_slow:
-            return self._make()
+            return self._counted(self._make())
         self._making = in_thread("penstock-buffers", self._make)
         return None
 
     def need(self) -> Block:
         """A block, when nothing is on its way: waits for the one that is being made."""
         block = self.take()
-        if block is None:
+        if block is None and self._making is not None:
             self._have_made()
-            block = self._free.pop()
+            block = self.take()
+        assert block is not None, "all blocks are taken, and none is on its way"
         return block
 
     def _have_made(self) -> None:
         making, self._making = self._making, None
         assert making is not None, "who holds all blocks waits for none"
-        self._free.append(making.result())
+        block = self._counted(making.result())
+        if block is not None:
+            self._free.append(block)
 
-    def _make(self) -> Block:
+    def _counted(self, block: Block | None) -> Block | None:
+        """Do with the blocks that there are if the account has refused another."""
+        if block is None:
+            self.count = self._made = self._made - 1
+            if self.count < _LEAST_BUFFERS:
+                missing = (_LEAST_BUFFERS - self.count) * self.block_bytes
+                what = f"{_LEAST_BUFFERS} buffers of a checkpoint"
+                raise self._arena.account.refusal(missing, what, "give other uses of it less")
+        return block
+
+    def _make(self) -> Block | None:
         start = time.perf_counter()
         block = self._arena.allocate(self.block_bytes)
-        assert block is not None, "an arena without a budget has room for what it was made for"
         self._is_slow = time.perf_counter() - start > self.block_bytes / _DEVICE_BYTES_PER_S
         return block
 
@@ -143,8 +160,10 @@ class Buffers:
 
     def close(self) -> None:
         """Give the memory back. Nothing may be on its way."""
-        if self._making is not None and self._making.exception() is None:
-            self._have_made()
+        making, self._making = self._making, None
+        made = None if making is None or making.exception() is not None else making.result()
+        if made is not None:
+            self._free.append(made)
         for block in self._free:
             block.free()
         self._free.clear()

@@ -22,6 +22,7 @@ from penstock.core.units import round_down, round_up
 from penstock.data.permutation import Numbers
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping
 from penstock.store.account import host_account
+from penstock.store.pool import free_idle
 
 RING: Final = "ring"
 """Owner, in the account of a loader, of the memory that samples are read into."""
@@ -173,15 +174,20 @@ class ByteRing:
         """Make it resident up to there; return False if the account refuses."""
         limit = round_up(max(stop, self.limit_bytes), PAGE_BYTES)
         end = min(round_up(stop, HUGE_PAGE_BYTES), limit, self.capacity_bytes)
-        if end > self.held_bytes and not self.account.try_take(end - self.held_bytes, RING):
+        if end > self.held_bytes and not self._charge(end - self.held_bytes):
             end = round_up(stop, PAGE_BYTES)
-            if end > self.held_bytes and not self.account.try_take(end - self.held_bytes, RING):
+            if end > self.held_bytes and not self._charge(end - self.held_bytes):
                 return False
         if end > self.held_bytes:
             if not self._mapping.populate(self.held_bytes, end - self.held_bytes):
                 self.bytes[self.held_bytes : end : PAGE_BYTES] = 0
             self.held_bytes = end
         return True
+
+    def _charge(self, nbytes: int) -> bool:
+        if self.account.try_take(nbytes, RING):
+            return True
+        return bool(free_idle(self.account, nbytes)) and self.account.try_take(nbytes, RING)
 
     def _trim(self) -> None:
         tops = [stop for taken in self._taken for _, stop in taken.pieces]

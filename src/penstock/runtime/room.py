@@ -36,6 +36,7 @@ from penstock.runtime.traffic import (
     strip,
 )
 from penstock.store.account import Account
+from penstock.store.pool import free_idle
 
 OTHERS_PATIENCE_S: Final = 2.0
 """Longest wait for memory of other products, such as the buffers of a checkpoint that is written."""
@@ -160,10 +161,10 @@ class Eviction:
     def _others_give_way(self, nbytes: int) -> bool:
         """Wait for other products if it is their memory that is in the way; return whether it is free."""
         budget, needed = self._budget, round_up(nbytes, HUGE_PAGE_BYTES)
-        if budget.parent is None or budget.free_bytes >= needed:
+        if not budget.missing_elsewhere(nbytes):
             return False
-        if budget.limit_bytes - budget.used_bytes < nbytes:
-            return False
+        if free_idle(budget, nbytes):
+            return True
         with budget.changed:
             return budget.changed.wait_for(lambda: budget.free_bytes >= needed, OTHERS_PATIENCE_S)
 
@@ -249,7 +250,7 @@ class Eviction:
         used = self._budget.used_bytes
         limit = self._budget.limit_bytes
         least = used + nbytes
-        if least <= limit and self._budget.free_bytes < nbytes:
+        if self._budget.missing_elsewhere(nbytes):
             raise self._budget.refusal(nbytes, name, "give other uses of this memory less")
         if least <= limit:  # the bytes would fit, but what is restored takes whole pages
             pages = used + round_up(nbytes, HUGE_PAGE_BYTES)
