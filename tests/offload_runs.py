@@ -17,7 +17,8 @@ from penstock.core.units import KIB
 from penstock.io.engine import Transfer
 from penstock.observe.recorder import Stage
 from penstock.plan import Machine
-from penstock.runtime.traffic import SAVED, SMALL
+from penstock.runtime.storage import Residency
+from penstock.runtime.table import SAVED, SMALL
 from penstock.store.wrappers import WrapperTier
 
 MACHINE = Machine(
@@ -51,6 +52,32 @@ def unwrapped(tier):
 
 def arena(session):
     return session._stores.mover.memory
+
+
+def movable(session):
+    """Saved storages that can be moved, by their address."""
+    entries = tuple(session.executor._table.entries.items())
+    return {key: saved for key, saved in entries if saved.recorded}
+
+
+def kept_storages(session):
+    """Saved storages that are KEPT, in the order of saving."""
+    passes = tuple(session.executor._table.kept_passes)
+    return [
+        saved for each in passes for saved in each.live.values() if saved.state is Residency.KEPT
+    ]
+
+
+def small_storages(session):
+    """Saved storages that are SMALL."""
+    entries = tuple(session.executor._table.entries.values())
+    return [saved for saved in entries if saved.state is Residency.SMALL]
+
+
+def promote_kept(session):
+    """Make everything that is KEPT ready to be moved."""
+    with session.executor._lock:
+        session.executor._table.promote_all()
 
 
 def written_bytes(session, tier="flash"):
@@ -96,8 +123,7 @@ def assert_nothing_held(session):
     assert budget.used_bytes == arena(session).touched_bytes
     for tier in tiers(session).values():
         assert unwrapped(tier).taken_bytes == 0
-    assert not session.executor._by_storage
-    assert not session.executor.small.table
+    assert not session.executor._table.entries
 
 
 def assert_within_budget(session):

@@ -30,6 +30,7 @@ from offload_runs import (
     assert_within_budget,
     counted,
     gradients,
+    movable,
     read_bytes,
     same_bits,
     tiers,
@@ -46,7 +47,7 @@ from penstock.plan import Machine
 from penstock.runtime.encoding.jobs import WriteJob
 from penstock.runtime.encoding.mover import EncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH
-from penstock.runtime.traffic import SAVED, SMALL
+from penstock.runtime.table import SAVED, SMALL
 from penstock.store import FaultyTier
 
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 8e9, 8e9)
@@ -68,7 +69,7 @@ def patient(monkeypatch):
     unpack = SavedTensorHooks.unpack
 
     def wait_and_unpack(self, packed):
-        wait_until(lambda: not self._executor._traffic.writing, "all writes have ended")
+        wait_until(lambda: not self._holder._traffic.writing, "all writes have ended")
         return unpack(self, packed)
 
     monkeypatch.setattr(SavedTensorHooks, "unpack", wait_and_unpack)
@@ -89,7 +90,7 @@ def assert_only_scratch_held(session):
     assert budget.used_by(SAVED) == budget.used_by(SMALL) == 0
     assert bool(budget.used_by(SCRATCH)) is encodes
     assert budget.used_bytes == arena.touched_bytes + budget.used_by(SCRATCH)
-    assert not session.executor._by_storage
+    assert not movable(session)
 
 
 # -- networks of the zoo ---------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from offload_runs import (
     assert_nothing_held,
     assert_within_budget,
     counted,
+    movable,
     read_bytes,
     same_bits,
     wait_for_writes,
@@ -192,7 +193,7 @@ def test_trap_29_a_retained_graph_may_be_evicted_unless_it_is_in_use(session_for
     with session_for(policy="keep", device_memory="5MiB") as session:
         loss = (weight * 2).pow(2).sum()
         loss.backward(retain_graph=True)
-        (saved,) = session.executor._by_storage.values()
+        (saved,) = movable(session).values()
         used = loss.grad_fn.next_functions[0][0]._saved_self
         room = session.executor._room
         with pytest.raises(BudgetError, match=f"beside {MIB} that cannot be moved away now"):
@@ -216,7 +217,7 @@ def test_trap_29_a_mask_is_in_use_too(session_for):
     with session_for(policy="keep", device_memory="5MiB") as session:
         loss = (weight * (leaf(64 * LARGE).detach() * 2)).sum()
         loss.backward(retain_graph=True)
-        (saved,) = session.executor._by_storage.values()
+        (saved,) = movable(session).values()
         used = loss.grad_fn.next_functions[0][0]._saved_other
         room = session.executor._room
         with pytest.raises(BudgetError, match=f"beside {MIB} that cannot be moved away now"):
@@ -256,7 +257,7 @@ def test_trap_29_residency_is_what_it_says(session_for):
     session, made = gated(session_for, "write", "read", device_memory=64 * MIB)
     with session:
         loss = (weight * 2).pow(2).sum()
-        (saved,) = session.executor._by_storage.values()
+        (saved,) = movable(session).values()
         assert saved.state is Residency.WRITING
         assert saved.storage is not None
         made[0].open("write")

@@ -9,7 +9,7 @@ from cuda_training import BUDGET, HOST, MORE_HOST, trained
 from lazy_device import LazyLink
 from torch import nn
 
-from offload_runs import session_in
+from offload_runs import kept_storages, movable, session_in
 from penstock.core import locks
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockWarning
@@ -210,8 +210,8 @@ def test_trap_33_what_was_kept_is_spilled_behind_the_stream_that_saved_it(link, 
         assert session.executor.orders.kept
         link.current = "side"
         loss = half(start, 8)
-        assert session.executor.kept.table
-        assert not session.executor._by_storage
+        assert kept_storages(session)
+        assert not movable(session)
         link.current = LazyLink.NOW
         recorded = []
         record = link.record

@@ -12,6 +12,9 @@ from offload_runs import (
     assert_within_budget,
     counted,
     gradients,
+    kept_storages,
+    movable,
+    promote_kept,
     read_bytes,
     same_bits,
     wait_for_writes,
@@ -20,7 +23,7 @@ from offload_runs import (
 from penstock.core.errors import InPlaceError
 from penstock.core.units import KIB, MIB
 from penstock.observe.recorder import Stage
-from penstock.runtime.storage import KeptStorage, Residency
+from penstock.runtime.storage import Residency
 
 ROOMY = {"policy": "auto", "device_memory": 4 * MIB, "codec": "none"}
 """The chain of eight below fits, with as much again to spare."""
@@ -53,7 +56,7 @@ def learnt(session, start, passes=2):
 
 
 def kept_of(session):
-    return [kept for each in session.executor.kept._passes for kept in each.kept.values()]
+    return kept_storages(session)
 
 
 def test_what_the_plan_keeps_is_only_counted(session_for):
@@ -63,7 +66,7 @@ def test_what_the_plan_keeps_is_only_counted(session_for):
         learnt(session, start)
         loss = chain(start)
         assert len(kept_of(session)) == 8
-        assert not session.executor._by_storage
+        assert not movable(session)
         assert session.budget.used_bytes == 8 * WIDE * 4
         assert same_bits(gradients(loss, [start])[0], expected[0])
         assert written_bytes(session) == 0
@@ -71,7 +74,6 @@ def test_what_the_plan_keeps_is_only_counted(session_for):
         del loss
         assert_nothing_held(session)
         assert not kept_of(session)
-        assert not session.executor.kept.table
 
 
 def test_they_go_when_room_is_needed(session_for):
@@ -227,8 +229,7 @@ def test_trap_1_a_kept_tensor_that_was_modified_is_found_out(session_for, promot
             value = start * 1.5
             loss = value.sin().sum()
             if promoted and session.executor.orders.kept:
-                with session.executor._lock:
-                    session.executor.kept.promote_all()
+                promote_kept(session)
             if change:
                 value.mul_(2.0)
             return loss
@@ -255,8 +256,7 @@ def test_a_storage_at_two_versions_is_two(session_for, promoted):
         if session is not None:
             assert len(kept_of(session)) == 2
             if promoted:
-                with session.executor._lock:
-                    session.executor.kept.promote_all()
+                promote_kept(session)
         found = gradients(late, [weight])[0]
         with pytest.raises((InPlaceError, RuntimeError), match="modified by an inplace"):
             early.backward()
@@ -278,8 +278,7 @@ def test_a_graph_can_be_walked_twice(session_for, promoted):
         loss = chain(start)
         loss.backward(retain_graph=True)
         if promoted:
-            with session.executor._lock:
-                session.executor.kept.promote_all()
+            promote_kept(session)
         start.grad = None
         loss.backward()
         assert same_bits(start.grad, expected[0])
@@ -322,13 +321,12 @@ def test_promotion_while_others_unpack(session_for):
 
         def disturb():
             while not done.is_set():
-                with executor._lock:
-                    executor.kept.promote_all()
-                    victims = [
-                        saved
-                        for saved in tuple(executor._by_storage.values())
-                        if saved.state is Residency.RESIDENT
-                    ]
+                promote_kept(session)
+                victims = [
+                    saved
+                    for saved in movable(session).values()
+                    if saved.state is Residency.RESIDENT
+                ]
                 for saved in victims:
                     executor._room._evict(saved)
 
@@ -356,9 +354,8 @@ def test_one_pass_of_several_losses(session_for):
         first = chain(start)
         found = kept_of(session)
         assert len(found) == 8
-        assert all(type(each) is KeptStorage for each in found)
         total = first + chain(start) + chain(other, 7)
-        assert all(each.promoted is not None for each in found)
+        assert all(each.recorded for each in found)
         assert all(map(same_bits, gradients(total, [start, other]), expected))
         assert_within_budget(session)
         del first, total
