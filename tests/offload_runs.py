@@ -108,7 +108,7 @@ def wait_for_writes(session):
     Called where no operator is running: what the last one has saved goes as well.
     """
     session.hooks.operators_returned()
-    wait_until(lambda: not session.executor._traffic.writing, "all writes have ended")
+    wait_until(lambda: not session.executor._transfers.writing, "all writes have ended")
 
 
 def assert_nothing_held(session):

@@ -82,7 +82,7 @@ def test_trap_29_prefetched_copies_give_way(session_for):
         wait_for_writes(session)
         losses.reverse()  # as foreseen, so that much is read ahead
         losses[0].backward()
-        wait_until(lambda: not session.executor._traffic.reading, "prefetches have come")
+        wait_until(lambda: not session.executor._transfers.reading, "prefetches have come")
         more = squares(weight, 8)
         assert counted(session, "prefetch.dropped") > 0
         for n, loss in zip(range(15, 0, -1), losses[1:], strict=True):
@@ -195,7 +195,7 @@ def test_trap_29_a_retained_graph_may_be_evicted_unless_it_is_in_use(session_for
         loss.backward(retain_graph=True)
         (saved,) = movable(session).values()
         used = loss.grad_fn.next_functions[0][0]._saved_self
-        room = session.executor._room
+        room = session.executor._eviction
         with pytest.raises(BudgetError, match=f"beside {MIB} that cannot be moved away now"):
             room.make(5 * MIB, name="a test", of_pass=saved.of_pass, saved=None)
         del used
@@ -219,7 +219,7 @@ def test_trap_29_a_mask_is_in_use_too(session_for):
         loss.backward(retain_graph=True)
         (saved,) = movable(session).values()
         used = loss.grad_fn.next_functions[0][0]._saved_other
-        room = session.executor._room
+        room = session.executor._eviction
         with pytest.raises(BudgetError, match=f"beside {MIB} that cannot be moved away now"):
             room.make(5 * MIB, name="a test", of_pass=saved.of_pass, saved=None)
         content = used.clone()

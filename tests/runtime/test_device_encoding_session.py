@@ -19,8 +19,8 @@ from penstock.runtime.cuda import encoding
 from penstock.runtime.cuda.encoding import DeviceEncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.encoding.worker import THREAD_NAME
+from penstock.runtime.eviction import Eviction
 from penstock.runtime.reads import Reads
-from penstock.runtime.room import Eviction
 
 BUDGET = "32MiB"
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 1e6, 1e6)
@@ -33,7 +33,7 @@ def patient(monkeypatch):
     unpack = SavedTensorHooks.unpack
 
     def wait_and_unpack(self, packed):
-        wait_until(lambda: not self._holder._traffic.writing, "all writes have ended")
+        wait_until(lambda: not self._holder._transfers.writing, "all writes have ended")
         return unpack(self, packed)
 
     monkeypatch.setattr(SavedTensorHooks, "unpack", wait_and_unpack)
