@@ -30,6 +30,7 @@ from penstock.runtime.storage import Pass, Residency, SavedStorage
 from penstock.runtime.table import SMALL, is_in_use, is_settled, strip
 from penstock.runtime.transfers import Transfers, session_closed
 from penstock.store.account import Account
+from penstock.store.pool import free_idle
 
 OTHERS_PATIENCE_S: Final = 2.0
 """Longest wait for memory of other products, such as the buffers of a checkpoint that is written."""
@@ -151,10 +152,10 @@ class Eviction:
     def _others_give_way(self, nbytes: int) -> bool:
         """Wait for other products if it is their memory that is in the way; return whether it is free."""
         budget, needed = self._budget, round_up(nbytes, HUGE_PAGE_BYTES)
-        if budget.parent is None or budget.free_bytes >= needed:
+        if budget.parent is None or not budget.missing_elsewhere(nbytes):
             return False
-        if budget.limit_bytes - budget.used_bytes < nbytes:
-            return False
+        if free_idle(budget, nbytes):
+            return True
         if budget.parent.used_bytes - budget.used_bytes < needed - budget.free_bytes:
             return False  # not even all that others hold would do
         with budget.changed:
@@ -272,7 +273,7 @@ class Eviction:
         used = self._budget.used_bytes
         limit = self._budget.limit_bytes
         least = used + nbytes
-        if least <= limit and self._budget.free_bytes < nbytes:
+        if self._budget.missing_elsewhere(nbytes):
             raise self._budget.refusal(nbytes, name, "give other uses of this memory less")
         if least <= limit:  # the bytes would fit, but what is restored takes whole pages
             pages = used + round_up(nbytes, HUGE_PAGE_BYTES)

@@ -8,11 +8,12 @@
     A child, its parent and their other descendants share one lock and one condition, because bytes that
     are freed anywhere may be what somebody elsewhere waits for.
 
-    What to do if a parent refuses is the client's decision. An arena exchanges idle pages, and else has
-    no block; the runtime evicts, waits a moment for other products, and then raises ``BudgetError``;
-    tiers are full; checkpoints, optimizers and loaders use fewer buffers, and raise ``BudgetError`` if
-    not even the least fits; buffers that make memory free, as those of suspending, are forced.
-    ``Account.refusal`` makes the error, with a table of what holds the memory.
+    If a parent refuses, idle memory of other products' pools is freed first (``pool.free_idle``). If
+    that is not enough, it is the client's decision: the runtime evicts, waits a moment for other
+    products, and then raises ``BudgetError``; tiers are full; checkpoints and optimizers use fewer
+    buffers, loaders a shorter ring, and raise ``BudgetError`` if not even the least fits; buffers that
+    make memory free, as those of suspending, are forced. ``Account.refusal`` makes the error, with a
+    table of what holds the memory.
 
 [Note: accounts that yield]
     Saved tensors can be moved away, and buffers cannot. So the account of saved tensors *yields*
@@ -170,6 +171,19 @@ class Account:
     def peak_bytes(self) -> int:
         """Most bytes taken at any one time since ``reset_peak``."""
         return self._all.peak
+
+    def missing_elsewhere(self, nbytes: int) -> int:
+        """Return the bytes that others of the same memory would have to free for ``nbytes`` here.
+
+        Zero if they fit, or if it is this account's own limit that refuses them.
+        """
+        if self.parent is None or self.limit_bytes - self.used_bytes < nbytes:
+            return 0
+        return max(0, nbytes - self.parent.free_bytes)
+
+    def shares_memory(self, other: Account) -> bool:
+        """Return True if both are accounts of the same memory."""
+        return self._lock is other._lock
 
     def used_by(self, owner: str) -> int:
         """Return the bytes that one owner has taken."""
