@@ -39,7 +39,7 @@ from penstock.optim.config import StatesConfig
 from penstock.plan import Budgets, Machine, PassProfile, SlotKey, SlotProfile, policies
 from penstock.plan.profile import Profile
 from penstock.report.run_file import read_run
-from penstock.runtime.given import load_plan
+from penstock.runtime.user_plan import load_plan
 from penstock.store.flash import FlashTier
 
 MACHINE = Machine.preset("cpu")

@@ -119,14 +119,14 @@ def test_a_refusal_with_a_profile_names_what_does_for_the_whole_step(session_for
     net = network()
     with session_for(net, policy="auto") as session:
         train(net)
-        least = session.planner.least_bytes()
+        least = session.executor.orders.min_budget_bytes()
     limit = least - 64 * 1024
     with session_for(net, policy="auto", device_memory=limit) as session:
         train(net)
         room, finished = session.executor._room, session.executor._pass
         with pytest.raises(BudgetError, match="does for a whole step as profiled") as refused:
             room.take(limit + 1, "test", name="it", of_pass=finished, saved=None)
-        assert refused.value.least_bytes == session.planner.least_bytes() > limit
+        assert refused.value.least_bytes == session.executor.orders.min_budget_bytes() > limit
         assert "more may be needed" not in str(refused.value)
         with pytest.raises(BudgetError, match="needs more than those profiled before") as refused:
             room.take(64 * MIB, "test", name="it", of_pass=finished, saved=None)

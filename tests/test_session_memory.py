@@ -53,7 +53,7 @@ def test_steps_leave_nothing_behind(session_for, tmp_path, monkeypatch, logged):
 
 
 def test_sizes_that_change_with_each_step_are_not_remembered_for_ever(session_for, monkeypatch):
-    monkeypatch.setattr(planner, "MOST_DECIDED", 40)
+    monkeypatch.setattr(planner, "MAX_KEPT_KEYS", 40)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     with session_for(model, policy="auto", device_memory="8MiB") as session:
         for rows in range(100, 300):
@@ -62,7 +62,7 @@ def test_sizes_that_change_with_each_step_are_not_remembered_for_ever(session_fo
                 expected = gradients(model(batch).square().mean(), model.parameters())
             found = gradients(model(batch).square().mean(), model.parameters())
             assert all(map(same_bits, found, expected))
-            assert len(session.planner._decided) <= 40
+            assert len(session.executor.orders.kept) <= 40
     assert session.planner.replans < 20
 
 

@@ -41,9 +41,8 @@ from penstock.hooks import proofs, recipe_notes
 from penstock.lab import zoo
 from penstock.observe import Stage
 from penstock.plan import Action, Decision, Machine
-from penstock.runtime.guesses import Guesses
-from penstock.runtime.planner import Planner
-from penstock.runtime.shortage import Shortage
+from penstock.runtime.active_orders import ActiveOrders
+from penstock.runtime.orders import DefaultRule, Orders
 from penstock.store import ThrottledTier
 
 NAME: Final = Path(__file__).stem
@@ -65,31 +64,21 @@ def _no(*args: Any, **kwargs: Any) -> bool:
     return False
 
 
-def _kept(guesses: Guesses, key: Any, codecs: Any) -> Decision:
+def _kept(rule: DefaultRule, key: Any, **state: Any) -> Decision:
     return Decision(key, Action.KEEP, "", "not in the plan")
 
 
-_squeeze: Final = Planner.squeeze
-
-
-def _once_refused(planner: Planner, record: Any, *, refused: bool) -> Any:
-    """Encode only what every tier has refused, not all that follows it in the pass."""
-    return _squeeze(planner, record, refused=True) if refused else None
-
-
-_NEVER: Final = property(lambda self: False, lambda self, value: None)
-
 OFF: Final[dict[str, Callable[[], list[Any]]]] = {
     "shortage": lambda: [
-        mock.patch.object(Planner, "squeeze", _nothing),
-        mock.patch.object(Shortage, "shown_by", _no),
+        mock.patch.object(ActiveOrders, "fallback_encoding", _nothing),
+        mock.patch.object(Orders, "exceeds_plan", _no),
     ],
     "shortage before a refusal": lambda: [
-        mock.patch.object(Planner, "squeeze", _once_refused),
-        mock.patch.object(Shortage, "shown_by", _no),
+        mock.patch.object(ActiveOrders, "_fall_short", _nothing),
+        mock.patch.object(Orders, "exceeds_plan", _no),
     ],
-    "guesses": lambda: [mock.patch.object(Guesses, "decide", _kept)],
-    "crowded sampling": lambda: [mock.patch.object(Guesses, "crowded", _NEVER, create=True)],
+    "guesses": lambda: [mock.patch.object(DefaultRule, "decide", _kept)],
+    "crowded sampling": lambda: [mock.patch.object(DefaultRule, "crowds", _no)],
     "sign proofs": lambda: [mock.patch.object(proofs, "KINDS", {})],
     "recipes": lambda: [mock.patch.object(recipe_notes, "_write_recipe", _nothing)],
     "heap restore": lambda: [mock.patch.dict(os.environ, PENSTOCK_RESTORE_INTO="arena")],

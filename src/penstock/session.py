@@ -6,9 +6,10 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -31,12 +32,12 @@ from penstock.observe.summary import RunFacts, SlotFact, Summary, summarize
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import INFEASIBLE, Action, Plan
 from penstock.plan.profile import Profile
-from penstock.runtime import given
+from penstock.runtime import user_plan
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
-from penstock.runtime.loaders import LoaderReads, Loaders
-from penstock.runtime.planner import Planner
+from penstock.runtime.loader_demand import LoaderReads, Loaders
+from penstock.runtime.planner import Planner, PlannerSettings
 from penstock.runtime.stores import Stores, check_device_codec
 from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
@@ -90,8 +91,8 @@ class Session:
         self._optimizer = optimizer
         self.wrap_tier = wrap_tier
         self._machine = machine
-        if plan is None and config.policy.endswith(given.SUFFIX):
-            plan = given.load_plan(config.policy)
+        if plan is None and config.policy.endswith(user_plan.SUFFIX):
+            plan = user_plan.load_plan(config.policy)
         self._given = plan
         self.suspended: Suspended | None = None
         self.space: SwapSpace | None = None
@@ -227,28 +228,30 @@ class Session:
         self._mover = stores.mover
         if self._machine is None:
             self._machine = stores.measure()
-        self.planner = self._make_planner(
-            self._device,
-            self.budget,
-            policy=config.policy,
-            codec=self._codec(),
-            prepare_codecs=self._open_codecs,
-            recompute=config.recompute or config.policy == "recompute",
-            plan=self._given,
-        )
         self.executor = Executor(
             budget=self.budget,
             tiers=stores.tiers,
             mover=stores.mover,
-            planner=self.planner,
             recorder=self.recorder,
             time=ComputeTime(self.recorder.clock, stores.timer),
             allowance=allowance,
             make_sampler=stores.make_sampler,
+            open_codecs=self._open_codecs,
         )
         self.devices = Devices(self._device, self.executor, self._open_other)
         stores.mover.account(self.devices.budget_of)
-        self.planner.begin()
+        self.planner = Planner(
+            replace(
+                self._planner_settings(self._device, self.budget),
+                codec=self._codec(),
+                recompute=config.recompute or config.policy == "recompute",
+                user_plan=self._given,
+            ),
+            recorder=self.recorder,
+            loaders=self._loaders,
+            open_codecs=self._open_codecs,
+        )
+        self.devices.plan_by(self.planner)
 
     def _account(self, device: torch.device) -> Account:
         """Return an empty account of a device's memory, named ``device`` for the session's own."""
@@ -275,52 +278,45 @@ class Session:
             return False
         return config.policy != "keep"
 
-    def _make_planner(
-        self, device: torch.device, budget: Account, *, policy: str, **settings: Any
-    ) -> Planner:
-        """Return a planner for one device, with the capacity and bandwidth of all tiers."""
+    def _planner_settings(self, device: torch.device, budget: Account) -> PlannerSettings:
+        """Return the settings for one device, with the capacity and bandwidth of all tiers."""
         stores = self._stores
         assert stores is not None
         assert self._machine is not None
-        return Planner(
-            policy=policy,
+        return PlannerSettings(
+            policy=self.config.policy,
             machine=self._machine,
             budgets=Budgets(
                 device_bytes=budget.limit_bytes,
                 host_bytes=stores.capacity_bytes("host"),
                 flash_bytes=stores.capacity_bytes("flash"),
             ),
-            budget=budget,
-            floor_bytes=self.config.floor_bytes,
-            recorder=self.recorder,
             device=str(device),
             slack_bytes=stores.slack_bytes,
-            loaders=self._loaders,
-            **settings,
         )
 
-    def _open_other(self, device: torch.device) -> Executor:
-        """Return the executor of a further device; see [Note: several devices]."""
+    def _open_other(self, device: torch.device) -> tuple[Executor, Planner]:
+        """Return executor and planner of a further device; see [Note: several devices]."""
         assert self._stores is not None
         budget, time = self._account(device), self.executor.time
         allowance = self._allowance(device, budget)
         if time.timer is not None:
             time.timer.see(device)
-        return Executor(
+        executor = Executor(
             budget=budget,
             tiers=self._stores.tiers,
             mover=self._mover,
-            planner=self._make_planner(
-                device,
-                budget,
-                policy="auto" if self._given else self.config.policy,
-                only_observed=True,  # it may appear in the middle of a pass
-            ),
             recorder=self.recorder,
             time=time,
             completion=self.executor.completion,
             allowance=allowance,
         )
+        settings = replace(
+            self._planner_settings(device, budget),
+            policy="auto" if self._given else self.config.policy,
+            only_observed=True,  # it may appear in the middle of a pass
+        )
+        return executor, Planner(settings, recorder=self.recorder, loaders=self._loaders)
 
     def _codec(self) -> str:
         """Return the configured codec. Raises ConfigError if the device does not support it."""
@@ -418,12 +414,12 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """The plan in force; ``None`` until the first backward has ended."""
-        return self.planner.plan
+        return self.executor.orders.plan
 
     @property
     def plans(self) -> dict[str, Plan]:
         """The plans in force by device, such as ``"cuda:1"``; the session's own device comes first."""
-        plans = ((device, each.planner.plan) for device, each in self.devices.all.items())
+        plans = ((device, each.orders.plan) for device, each in self.devices.all.items())
         return {str(device): plan for device, plan in plans if plan is not None}
 
     @property
@@ -527,7 +523,7 @@ class Session:
         for executor in self.devices.all.values():
             budget = executor.budget
             kept_it = not refused and budget.peak_bytes <= budget.limit_bytes
-            for note in executor.planner.notes:
+            for note in executor.orders.notes:
                 if not (kept_it and note.startswith(INFEASIBLE)):
                     yield note if executor is self.executor else f"{budget.name}: {note}"
 
@@ -574,7 +570,7 @@ class Session:
         profile, found = self._suggested
         if profile is not self.profile:
             profile = self.profile
-            found = self.planner.suggest()
+            found = self.executor.orders.suggestion()
             self._suggested = profile, found
         return found
 
@@ -589,7 +585,7 @@ class Session:
 
     def _saved_bytes(self) -> int:
         """Return the peak of the bytes that autograd would hold, summed over devices."""
-        return sum(_saved_bytes(each.planner) for each in self.devices.all.values())
+        return sum(map(_saved_bytes, self.devices.planners.values()))
 
 
 def close() -> None:

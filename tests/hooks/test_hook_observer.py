@@ -21,7 +21,7 @@ def profile_of(session_for):
     def measure(model, run=lambda model: model(features()).square().mean()):
         with session_for(model, policy="keep") as session:
             run(model).backward()
-            assert not session.planner.observing
+            assert not session.executor.active.observing
             assert session._attachment.modules.observer is None
             return session.profile
 

@@ -1,6 +1,7 @@
 """Rules 13 to 16: tensors of other kinds and on other devices (of these, what needs no GPU)."""
 
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -293,7 +294,9 @@ def test_trap_16_host_memory_is_one_capped_slab(session_for):
     session = session_for(host_memory="2MiB")
     with session, warnings.catch_warnings():
         warnings.simplefilter("ignore", PenstockWarning)
-        session.planner._guesses.tier = "host"
+        orders = session.executor.orders
+        to_host = replace(orders.default, tier="host")
+        session.executor.follow(replace(orders, default=to_host))
         losses = [((weight * n) * (weight * n)).sum() for n in range(1, 4)]
         wait_for_writes(session)
         assert 0 < session.recorder.snapshot().memory["host"].peak_bytes <= 2 * MIB

@@ -207,7 +207,7 @@ def test_trap_33_what_was_kept_is_spilled_behind_the_stream_that_saved_it(link, 
     with session_in(disk_path, **settings) as session:
         for _ in range(2):
             half(start, 8).backward()
-        assert session.planner.sure
+        assert session.executor.orders.kept
         link.current = "side"
         loss = half(start, 8)
         assert session.executor.kept.table

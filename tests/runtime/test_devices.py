@@ -104,7 +104,7 @@ def test_each_device_keeps_to_its_own_budget_and_bits_are_the_same(two, disk_pat
 def test_what_fits_on_one_device_stays_however_full_the_other_is(two, disk_path):
     """3 MiB on the first, 6 on the second, of 4 each: together they would fit, or neither would."""
     _, session = trained(two, session_on(disk_path, policy="auto", device_memory="4MiB"))
-    first, second = (executor.planner.plan for executor in session.devices.all.values())
+    first, second = (executor.orders.plan for executor in session.devices.all.values())
     assert {decision.action for decision in first.decisions} == {Action.KEEP}
     assert second.offloaded_bytes >= 2 * MIB
     assert {d.key.module.split(".")[1] for d in first.decisions} == {"first"}
@@ -114,7 +114,7 @@ def test_what_fits_on_one_device_stays_however_full_the_other_is(two, disk_path)
 def test_profiles_are_on_one_axis(two, disk_path):
     """The second device's part begins when the first one's is done, and the other way round."""
     _, session = trained(two, session_on(disk_path, policy="keep"))
-    first, second = (executor.planner.profile for executor in session.devices.all.values())
+    first, second = (planner.profile for planner in session.devices.planners.values())
     assert max(slot.saved_at_ns for slot in first.slots) <= second.passes[0].start_ns
     needed = [slot.needed_at_ns for slot in second.slots]
     assert max(needed) <= min(slot.needed_at_ns for slot in first.slots)
@@ -133,9 +133,15 @@ def test_a_device_that_appears_later_is_profiled_then(two, disk_path):
             session.step()
         assert len(session.devices.all) == 2
         second = session.devices.all[SECOND]
-        assert second.planner.plan is not None
-        assert second.planner.profile.passes[0].index == 2, "the first one was not observed"
-        took = [each.took_ns for each in second.planner.profile.operators if not each.backward]
+        assert second.orders.plan is not None
+        assert session.devices.planners[SECOND].profile.passes[0].index == 2, (
+            "the first one was not observed"
+        )
+        took = [
+            each.took_ns
+            for each in session.devices.planners[SECOND].profile.operators
+            if not each.backward
+        ]
         assert set(took) == {WORK_NS}
         assert not session.devices.observing
 
@@ -147,10 +153,10 @@ def test_the_summary_has_a_line_for_each_device(two, disk_path):
     assert lines["device"].budget_bytes == lines["device cuda:1"].budget_bytes == 4 * MIB
     assert lines["device cuda:1"].peak_bytes == session.devices.all[SECOND].budget.peak_bytes
     assert summary.saved_peak_bytes == sum(
-        executor.planner.profile.peak_saved_bytes for executor in session.devices.all.values()
+        planner.profile.peak_saved_bytes for planner in session.devices.planners.values()
     )
     assert sum(place.tensors for place in summary.places) == sum(
-        len(executor.planner.plan.decisions) for executor in session.devices.all.values()
+        len(executor.orders.plan.decisions) for executor in session.devices.all.values()
     )
     text = str(summary)
     assert "device cpu" in text
@@ -162,7 +168,7 @@ def test_plans_of_all_devices_can_be_had_by_device(two, disk_path):
     _, session = trained(two, session_on(disk_path, policy="auto", device_memory="4MiB"))
     assert list(session.plans) == ["cpu", "cuda:1"]
     assert session.plans["cpu"] is session.plan
-    assert session.plans["cuda:1"] is session.devices.all[SECOND].planner.plan
+    assert session.plans["cuda:1"] is session.devices.all[SECOND].orders.plan
     plans = [each for each in session.recorder.events() if isinstance(each, Mark)]
     assert {mark.fields["device"] for mark in plans if mark.name == "replan"} == {"cpu", "cuda:1"}
 

@@ -1,8 +1,8 @@
-"""``penstock.runtime.feedback``, and the triggers that it moves: reads that came late begin earlier."""
+"""Reads that came late begin earlier: ``prefetch_tuning``, and the triggers that it moves."""
 
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from offload_runs import GatedTier, counted, wait_for_writes
 from penstock.core.units import MIB
 from penstock.observe.events import Mark
 from penstock.plan import Action, Budgets, Decision, Plan, SlotKey
-from penstock.runtime.feedback import improve
+from penstock.runtime.orders import PassRecord, SlotOutcome
+from penstock.runtime.prefetch_tuning import improve
 from penstock.store.throttled import ThrottledTier
 from recompute_plans import FLASH, following, profiled
 
@@ -41,29 +42,14 @@ def plan_of(triggers, *, window_bytes=2 * MIB, device_bytes=8 * MIB):
     )
 
 
-@dataclass
-class Record:
-    key: SlotKey
-    needed_at_ns: int | None
-    waited_ns: int = 0
-
-
-@dataclass
-class Finished:
-    records: list
-    start_ns: int = 0
-    end_ns: int = 100 * MS
-    window_full: bool = False
-
-
 def finished(waits=(), *, window_full=False):
     """A pass whose backward asks for a slot every 10 ms, from 10 ms on."""
     waits = dict(waits)
-    records = [
-        Record(key(name), 10 * MS * (n + 1), waits.get(name, 0))
+    slots = tuple(
+        SlotOutcome(key(name), "Linear", "float32", 0, 10 * MS * (n + 1), waits.get(name, 0))
         for n, name in enumerate("abcdefgh")
-    ]
-    return Finished(records, window_full=window_full)
+    )
+    return PassRecord(1, 0, 10 * MS, 100 * MS, slots, window_full=window_full)
 
 
 def triggers(plan):

@@ -18,7 +18,7 @@ from penstock.api import Session
 from penstock.core.errors import ConfigError, PlanError
 from penstock.core.units import MIB
 from penstock.plan import Action, Budgets, Plan
-from penstock.runtime.given import check_tiers, note_on_budget
+from penstock.runtime.user_plan import check_tiers, note_on_budget
 from recompute_plans import FLASH, HOST, Block, following, profiled, recomputing, runs_again
 
 

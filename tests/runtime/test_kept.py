@@ -48,7 +48,7 @@ def learnt(session, start, passes=2):
     """A session that has its plan, and has been asked for every slot once."""
     for _ in range(passes):
         found = gradients(lambda: chain(start), [start])
-    assert session.planner.sure
+    assert session.executor.orders.kept
     return found
 
 
@@ -114,7 +114,7 @@ def test_after_that_all_slots_are_recorded_again(session_for):
         learnt(session, start)
         gradients(lambda: chain(start) + chain(other, 7), [start, other])
         assert session.planner.replans == 1, "no plan is made of a pass with gaps"
-        assert not session.planner.sure
+        assert not session.executor.orders.kept
         gradients(lambda: chain(start) + chain(other, 7), [start, other])
         assert session.planner.replans == 2
         assert len(session.profile.slots) == 15
@@ -226,7 +226,7 @@ def test_trap_1_a_kept_tensor_that_was_modified_is_found_out(session_for, promot
         def changed(change):
             value = start * 1.5
             loss = value.sin().sum()
-            if promoted and session.planner.sure:
+            if promoted and session.executor.orders.kept:
                 with session.executor._lock:
                     session.executor.kept.promote_all()
             if change:
@@ -317,6 +317,7 @@ def test_promotion_while_others_unpack(session_for):
         for _ in range(2):
             gradients(lambda: chain(start, 40), [start])
         executor = session.executor
+        orders = executor.orders
         done = threading.Event()
 
         def disturb():
@@ -335,7 +336,7 @@ def test_promotion_while_others_unpack(session_for):
         thread.start()
         try:
             for _ in range(20):
-                session.planner._attention.full_passes = 0
+                executor.follow(orders)
                 loss = chain(start, 40)
                 assert same_bits(gradients(loss, [start])[0], expected[0])
                 del loss

@@ -11,7 +11,7 @@ from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.units import KIB, MIB
 from penstock.observe.recorder import StallCause
 from penstock.plan import Machine
-from penstock.runtime import codec_use, planner
+from penstock.runtime import codec_choice, planner
 
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 8e9, 8e9)
 AUTO = {"machine": SLOW, "device_memory": 64 * MIB}
@@ -101,7 +101,7 @@ def test_noise_is_no_reason_to_sample_again(session_for):
 
 def test_passes_are_sampled_so_often_and_no_more(session_for, monkeypatch):
     """A network that is never twice the same."""
-    monkeypatch.setattr(codec_use, "MAX_SAMPLED_PASSES", 4)
+    monkeypatch.setattr(codec_choice, "MAX_SAMPLED_PASSES", 4)
     monkeypatch.setattr(planner, "FREE_REPLANS", 100)
     net = Net()
     with session_for(**AUTO) as session:
@@ -142,7 +142,7 @@ def test_what_no_codec_takes_is_not_waited_for(session_for):
             ((weight * 2) * (weight * 3)).abs().sum().backward()
         assert session.planner.replans == 1
         assert not any(each.codec for each in session.plan.decisions)
-        assert not session.planner.wants_samples
+        assert not session.executor.orders.samples
 
 
 def test_another_threads_stall_does_not_upset_a_plan(session_for):

@@ -84,8 +84,9 @@ def test_two_kinds_of_passes_are_both_observed(session_for, by_hand):
         for _ in range(5):
             for model in (one, other):
                 model(torch.randn(ROWS, 64)).square().mean().backward()
-        assert all(known.observed for known in session.planner._known.kinds)
-        assert len(session.planner._known.kinds) == 2
+        passes = {each.index for each in session.profile.passes}
+        assert {each.pass_index for each in session.profile.operators} == passes
+        assert len(passes) == 2
         found = set(session.plan.recomputed)
         assert found == {f"{root}.{n}" for root in ("Sequential", "Sequential-2") for n in (0, 1)}
         before = runs_again(session)

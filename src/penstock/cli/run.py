@@ -39,7 +39,7 @@ from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import MIB
 from penstock.jobs.logs import drop_output_if_full
 from penstock.plan import policies
-from penstock.runtime.given import SUFFIX, load_plan
+from penstock.runtime.user_plan import SUFFIX, load_plan
 from penstock.swap.channel import JobEnd
 from penstock.swap.pending_signals import PendingSignals, listen_to_manager
 

@@ -22,7 +22,7 @@ from penstock.hooks.recompute import Recompute, not_recomputable
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.recorder import Recorder
 from penstock.plan.plan import Plan
-from penstock.runtime import given
+from penstock.runtime import user_plan
 from penstock.runtime.devices import Devices
 from penstock.runtime.repeats import Repeats
 
@@ -54,8 +54,8 @@ class Attachment:
         """Hook nothing yet.
 
         Args:
-            devices: Executors, which hold saved storages, and their planners, which decide whether to
-                observe a pass and which modules to recompute.
+            devices: Executors, which hold saved storages, and whose orders say whether to observe a pass
+                and which modules to recompute.
             recorder: Receives the counts.
             device: Device whose tensors are offloaded.
             floor_bytes: Storages smaller than this stay resident.
@@ -66,7 +66,7 @@ class Attachment:
         executor = devices.main
         self._devices = devices
         self._time = executor.time
-        self._planner = executor.planner
+        self._main = executor
         self._given = given_plan
         self._on_step = on_step
         self._observer: PassObserver | None = None
@@ -173,12 +173,12 @@ class Attachment:
             return
         place = self.modules.place_of(root)
         if place is not None:
-            given.check_paths(self._given, self.modules.known(), place.path)
+            user_plan.check_paths(self._given, self.modules.known(), place.path)
         self.follow()
 
     def follow(self) -> None:
-        """Apply the planner's current wishes beside offloading: observation and recomputation."""
-        plan = self._planner.plan
+        """Follow the orders beside offloading: observation and recomputation."""
+        plan = self._main.orders.plan
         observing = self._time.observing = self._devices.observing
         recomputed = () if plan is None else plan.recomputed
         self._recompute.follow(recomputed)
@@ -198,17 +198,11 @@ class Attachment:
     def _backward_ended(self) -> None:
         self.modules.forget_watched()
         devices, observer = self._devices, self._observer
-        executors = tuple(devices.all.values())
         if observer is not None:
             alone = not_recomputable(self.modules.known())
-            for executor in executors:
-                executor.observed(observer.finish)
-                executor.planner.unrepeatable |= observer.unrepeatable | alone
+            for executor in tuple(devices.all.values()):
+                executor.observed(observer.finish, observer.unrepeatable | alone)
         planned = devices.end_backward()
-        if observer is not None:
-            for executor in executors:
-                if executor.planner.plan is None:
-                    executor.planner.observing = False  # nothing saved here could be planned
         if planned or observer is not None or devices.observing:
             self.follow()
 

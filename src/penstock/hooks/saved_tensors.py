@@ -142,7 +142,7 @@ class SavedTensorHooks:
             if leaf_of(tensor) is not None:
                 self._recorder.count("kept.weights")
                 return KeptHandle(tensor)
-            stays = executor.planner.moves_nothing
+            stays = executor.orders.moves_nothing
         if stays:
             return SmallHandle(tensor, executor.small, executor.small.save(storage))
         return self._pack_storage(executor, tensor, storage, nbytes)

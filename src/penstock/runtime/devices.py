@@ -23,6 +23,7 @@ import torch
 
 from penstock.core.locks import Lock
 from penstock.runtime.executor import Executor
+from penstock.runtime.planner import Planner
 from penstock.store.account import Account
 
 
@@ -32,22 +33,33 @@ class Devices:
     Attributes:
         main: The executor of the session's own device.
         all: Every executor, by its device.
+        planners: The planner of each device.
     """
 
     def __init__(
-        self, device: torch.device, main: Executor, open_other: Callable[[torch.device], Executor]
+        self,
+        device: torch.device,
+        main: Executor,
+        open_other: Callable[[torch.device], tuple[Executor, Planner]],
     ) -> None:
-        """Begin with one device.
+        """Begin with one device, which follows no plan until ``plan_by``.
 
         Args:
             device: The session's own.
             main: Its executor.
-            open_other: Makes the executor of another device.
+            open_other: Makes the executor and the planner of another device.
         """
         self.main = main
         self.all = {device: main}
+        self.planners: dict[torch.device, Planner] = {}
+        self._device = device
         self._open_other = open_other
         self._lock = Lock()
+
+    def plan_by(self, planner: Planner) -> None:
+        """Let the session's own device follow the orders of ``planner`` from now on."""
+        self.planners[self._device] = planner
+        self.main.follow(planner.orders)
 
     def of(self, tensor: torch.Tensor) -> Executor:
         """Return the executor of the tensor's device."""
@@ -59,24 +71,38 @@ class Devices:
         return self._of(device).budget
 
     def end_backward(self) -> bool:
-        """Let the passes on all devices end; return whether there is a new plan for any."""
+        """Let the passes on all devices end; return whether there are new orders for any."""
         end_ns = self.main.compute_ns()  # of all of them, before any plan is made
-        planned = [executor.end_backward(end_ns) for executor in tuple(self.all.values())]
-        return any(planned)
+        followed = False
+        for device, executor in tuple(self.all.items()):
+            record = executor.end_backward(end_ns)
+            orders = None if record is None else self.planners[device].learn(record)
+            if orders is not None:
+                executor.follow(orders)
+                followed = True
+        return followed
 
     def end_step(self) -> bool:
-        """A step is over; return whether there is a new plan for any device."""
-        planned = [executor.end_step() for executor in tuple(self.all.values())]
-        return any(planned)
+        """End a step; return whether there are new orders for any device."""
+        followed = False
+        for device, executor in tuple(self.all.items()):
+            limit_bytes = executor.end_step()
+            orders = None if limit_bytes is None else self.planners[device].limit(limit_bytes)
+            if orders is not None:
+                executor.follow(orders)
+                followed = True
+        return followed
 
     @property
     def observing(self) -> bool:
         """Return whether the passes that run now are observed on any device."""
-        return any(executor.planner.observing for executor in tuple(self.all.values()))
+        return any(executor.active.observing for executor in tuple(self.all.values()))
 
     def _of(self, device: torch.device) -> Executor:
         with self._lock:
             if device not in self.all:
-                made = self._open_other(device)
-                self.all = {**self.all, device: made}
+                executor, planner = self._open_other(device)
+                executor.follow(planner.orders)
+                self.planners[device] = planner
+                self.all = {**self.all, device: executor}
             return self.all[device]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,11 +16,12 @@ from penstock.core.process import fork_guard
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.plan.operators import Operator
 from penstock.plan.plan import Action, Decision
+from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.kept import KeptStorages
 from penstock.runtime.movers import RESTORED, Mover
-from penstock.runtime.planner import MEMORY, Planner
+from penstock.runtime.orders import Orders, PassRecord
 from penstock.runtime.reads import Reads
 from penstock.runtime.remakes import Remakes
 from penstock.runtime.room import Eviction
@@ -51,7 +52,8 @@ class Executor:
 
     Attributes:
         budget: The device memory that everything here is charged to.
-        planner: Says what to do with each slot, and learns from each pass.
+        orders: Decisions for each slot, and what else is wanted of coming passes; see ``follow``.
+        active: These orders, applied to the running pass.
         kept: What the plan is sure to keep.
         remakes: What is made again instead of being held.
         small: What is below the floor.
@@ -67,21 +69,23 @@ class Executor:
         budget: Account,
         tiers: dict[str, Tier],
         mover: Mover,
-        planner: Planner,
         recorder: Recorder,
         time: ComputeTime | None = None,
         completion: Completion | None = None,
         allowance: Allowance | None = None,
         make_sampler: Callable[[], CodecSampler] = Sampler,
+        open_codecs: Callable[[], int] = lambda: 0,
     ) -> None:
         """Hold nothing yet. The caller closes tiers and mover after ``close``.
 
         ``time`` and ``completion`` are those of the session, if it has several executors. ``allowance``
         finds the budget's limit, if that is not given. What ``make_sampler`` makes, once it is needed,
-        measures codecs on storages of the mover's device.
+        measures codecs on storages of the mover's device. ``open_codecs`` takes their scratch
+        memory and returns its bytes, 0 if there is no room. Until ``follow`` everything is kept.
         """
         self.budget = budget
-        self.planner = planner
+        self.orders = Orders()
+        self.active = ActiveOrders(budget=budget, recorder=recorder, open_codecs=open_codecs)
         self._recorder = recorder
         self.time = ComputeTime(recorder.clock) if time is None else time
         self.compute_ns = self.time.now_ns
@@ -90,12 +94,12 @@ class Executor:
             self.time.watch.append(allowance.look)
         self._mover = mover
         self._traffic = Traffic(
-            budget=budget, tiers=tiers, mover=mover, planner=planner, recorder=recorder
+            budget=budget, tiers=tiers, mover=mover, active=self.active, recorder=recorder
         )
         self._lock = self._traffic.lock
         self._by_storage = self._traffic.table
         self.kept = KeptStorages(
-            planner=planner,
+            active=self.active,
             traffic=self._traffic,
             current_pass=self._current_pass,
             release_promoted=self.release,
@@ -105,14 +109,14 @@ class Executor:
             traffic=self._traffic,
             recorder=recorder,
             promote_kept=self.kept.promote_all,
-            least_bytes=planner.least_bytes,
+            least_bytes=self._min_budget_bytes,
             time=self.time,
         )
         self.small = SmallStorages(
             budget=budget, room=self._room, lock=self._lock, current_pass=self._current_pass
         )
         self._reads = Reads(
-            planner=planner,
+            active=self.active,
             traffic=self._traffic,
             room=self._room,
             recorder=recorder,
@@ -127,6 +131,10 @@ class Executor:
         self._guard = fork_guard()
         self._pass = self._new_pass(0)
         self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
+
+    def _min_budget_bytes(self) -> int | None:
+        """Return the smallest budget that does for a whole step as profiled, if one is known."""
+        return self.orders.min_budget_bytes()
 
     def _restored_bytes(self) -> int:
         """Return the device memory in use for restored storages, without an arena's idle pages."""
@@ -275,8 +283,8 @@ class Executor:
         self, saved: SavedStorage, storage: torch.UntypedStorage, sign_only: bool
     ) -> Decision:
         """Return what the plan says of a storage that has been saved; sample it, if that is wanted."""
-        planner, record = self.planner, saved.record
-        if planner.wants_samples:
+        record = saved.record
+        if self.active.sampling:
             start_ns = self._recorder.clock.now_ns()
             waiting = self.time.wait_begins()
             if self._sampler is None:
@@ -284,15 +292,14 @@ class Executor:
             record.codecs = self._sampler.sample(storage, record.origin.dtype, sign_only=sign_only)
             self.time.wait_ends(waiting)
             self._room.stalled(start_ns, StallCause.SAMPLING, saved.label)
-        return planner.decide(record)
+        return self.active.decide(record)
 
     def _follow(self, saved: SavedStorage, decision: Decision, sign_only: bool) -> None:
         """Do with a storage what the plan says."""
-        planner = self.planner
-        if planner.crowded:
+        if self.active.crowded:
             self._sample_from_now_on(saved)
         if decision.action is Action.RECOMPUTE and not self.remakes.drop_saved(saved):
-            decision = planner.guess(saved.record)
+            decision = self.active.decide_unplanned(saved.record)
         if decision.action is Action.OFFLOAD:
             if decision.codec == POSITIVE and sign_only:
                 saved.deferred = decision
@@ -309,7 +316,7 @@ class Executor:
                 self._traffic.changed.wait()
         self.time.wait_ends(waiting)
         self._room.stalled(start_ns, StallCause.BUDGET, saved.label)
-        self.planner.sample_now()
+        self.active.sample_now()
 
     def prove(self, saved: SavedStorage, view: View, *, sign_only: bool) -> bool:
         """Say whether backward asks one handle only which elements are above zero.
@@ -495,47 +502,66 @@ class Executor:
             self.time.timer.begin()
         return Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
 
-    def observed(self, finish: Callable[[int], tuple[Operator, ...]]) -> None:
-        """The pass that is about to end was observed; ``finish`` says what has run since it began."""
+    def follow(self, orders: Orders) -> None:
+        """Follow other orders from now on. Between passes."""
+        planned = orders.plan_number != self.orders.plan_number
+        self.orders = orders
+        self.active.follow(orders)
+        if planned:
+            self._mover.trim(self.budget.limit_bytes)
+
+    def observed(
+        self, finish: Callable[[int], tuple[Operator, ...]], unrepeatable: Iterable[str]
+    ) -> None:
+        """Note that the pass that is about to end was observed.
+
+        Args:
+            finish: Returns the operators that ran since a moment in compute time, in ns.
+            unrepeatable: Paths of modules that must not be recomputed.
+        """
         with self._lock:
             current = self._pass
         if current.records:
             current.operators = finish(current.start_ns)
+            current.unrepeatable = frozenset(unrepeatable)
             current.observed = True
 
-    def end_backward(self, end_ns: int | None = None) -> bool:
-        """A backward is over: the pass that it belongs to ends, and the planner learns from it.
+    def end_backward(self, end_ns: int | None = None) -> PassRecord | None:
+        """End the pass of the backward that has ended.
 
         Args:
-            end_ns: When, on the axis of profiles; now, if that is not told.
+            end_ns: End of that backward in compute time; now, if it is not given.
 
         Returns:
-            Whether there is a new plan.
+            The record of the pass; ``None`` if nothing was saved for that backward.
         """
         with self._lock:
             finished = self._pass
-            if finished.end_ns is not None or not (finished.saved_count or finished.dropped):
-                return False
-            finished.end_ns = self.compute_ns() if end_ns is None else end_ns
+            empty = finished.end_ns is not None or not (finished.saved_count or finished.dropped)
+            if not empty:
+                finished.end_ns = self.compute_ns() if end_ns is None else end_ns
+        if empty:
+            self.active.end_empty_pass()
+            return None
         if self.time.timer is not None and finished.observed:
             finished.retime(self.time.timer.times())
         self._tell(finished)
-        limited = False
+        limit_bytes = None
         if self.allowance is not None and finished.observed:
-            limited = self.planner.limit(self.allowance.settle())
-        planned = self.planner.learn(finished)
-        if limited and not planned:
-            planned = self.planner.plan_again(MEMORY)
-        if planned:
-            self._mover.trim(self.budget.limit_bytes)
-        return planned
+            limit_bytes = self._set_limit(self.allowance.settle())
+        return self.active.end_pass(finished, limit_bytes=limit_bytes)
 
-    def end_step(self) -> bool:
-        """A step is over; return whether there is a new plan, for less memory is left than before."""
+    def end_step(self) -> int | None:
+        """End a step; return the new limit of the device budget, if less memory is left than before."""
         limit_bytes = None if self.allowance is None else self.allowance.grown()
-        if limit_bytes is None or not self.planner.limit(limit_bytes):
-            return False
-        return self.planner.plan_again(MEMORY)
+        return None if limit_bytes is None else self._set_limit(limit_bytes)
+
+    def _set_limit(self, limit_bytes: int) -> int | None:
+        """Limit the budget; return the limit, or ``None`` if it is as it was."""
+        if limit_bytes == self.budget.limit_bytes:
+            return None
+        self.budget.limit_bytes = limit_bytes
+        return limit_bytes
 
     def _tell(self, finished: Pass) -> None:
         """Spans of its forward and its backward, waits included."""
@@ -560,7 +586,7 @@ class Executor:
             return
         with self._lock:
             self._traffic.closed = True
-        self.planner.sure = frozenset()
+        self.active.kept = frozenset()
 
 
 def _act_within(

@@ -29,7 +29,7 @@ from penstock.runtime.storage import (
 )
 
 if TYPE_CHECKING:
-    from penstock.runtime.planner import Planner
+    from penstock.runtime.active_orders import ActiveOrders
     from penstock.runtime.traffic import Traffic
 
 
@@ -46,7 +46,7 @@ class KeptStorages:
     def __init__(
         self,
         *,
-        planner: Planner,
+        active: ActiveOrders,
         traffic: Traffic,
         current_pass: Callable[[], Pass],
         release_promoted: Callable[[SavedStorage, bool], None],
@@ -54,14 +54,14 @@ class KeptStorages:
         """Keep nothing yet.
 
         Args:
-            planner: Says which slots the plan keeps.
+            active: Has the slots that the plan keeps.
             traffic: Has the lock, the charges, and the table of what has been promoted.
             current_pass: The pass that is being saved; called under the lock.
             release_promoted: Is told when a handle dies of what can be spilled by now, and whether that
                 had been unpacked.
         """
         self.table: dict[int, KeptStorage] = {}
-        self._planner = planner
+        self._active = active
         self._traffic = traffic
         self._lock = traffic.lock
         self._use = traffic.mover.use if traffic.mover.runs_behind else None
@@ -95,7 +95,7 @@ class KeptStorages:
         Returns:
             ``None`` if the plan does not say that it stays, or there is no room: then it is to be saved.
         """
-        sure = self._planner.sure
+        sure = self._active.kept
         if not sure and not self.table:
             return None
         if self._use is not None:  # first: as soon as it is noted down another thread may spill it

@@ -10,7 +10,7 @@ import torch
 from penstock.core.errors import BudgetError, ClosedError, PenstockError, RestoreError
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder, Stage, StallCause
-from penstock.runtime.planner import Planner
+from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.room import Eviction
 from penstock.runtime.storage import KeptStorage, Residency, SavedStorage
 from penstock.runtime.traffic import Traffic, in_memory, session_closed
@@ -22,7 +22,7 @@ class Reads:
     def __init__(
         self,
         *,
-        planner: Planner,
+        active: ActiveOrders,
         traffic: Traffic,
         room: Eviction,
         recorder: Recorder,
@@ -31,13 +31,13 @@ class Reads:
         """Read nothing yet.
 
         Args:
-            planner: Says in which order, how far ahead, and not before when.
+            active: Has the order of need, the read window, and the triggers.
             traffic: Moves the bytes.
             room: Finds room for those that are waited for.
             recorder: Is told of waits.
             restored_bytes: Tells the device memory in use for restored storages.
         """
-        self._planner = planner
+        self._active = active
         self._traffic = traffic
         self._room = room
         self._recorder = recorder
@@ -112,18 +112,19 @@ class Reads:
             again: Whether its graph has been walked before, so that nothing is pending in it.
         """
         of_pass = saved.of_pass
-        planner, traffic = self._planner, self._traffic
+        orders, traffic = self._active.orders, self._traffic
         with traffic.lock:
-            of_pass.arrive(saved, planner.ranks)
-            if planner.triggers:
-                place = planner.ranks.get(saved.key.match_key, -1)
+            of_pass.arrive(saved, orders.ranks)
+            if orders.triggers:
+                place = orders.ranks.get(saved.key.match_key, -1)
                 of_pass.place = max(of_pass.place, place)
         while True:
             with traffic.lock:
                 following = of_pass.next_spilled(again=again)
             if following is None or traffic.closed:
                 return
-            if planner.too_early(following.record.key, of_pass.place):
+            key, triggers = following.record.key, orders.triggers
+            if triggers and triggers.get(key.match_key, -1) > of_pass.place:
                 return
             if not self._window_allows(following):
                 of_pass.window_full = True
@@ -132,7 +133,7 @@ class Reads:
                 return
 
     def _window_allows(self, saved: SavedStorage) -> bool:
-        window = self._planner.window_bytes
+        window = self._active.orders.window_bytes
         if window is None:
             return True
         needed = self._traffic.mover.target_bytes(saved.ticket)

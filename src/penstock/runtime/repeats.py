@@ -42,7 +42,7 @@ class Repeats:
         executor = self._executor
         with executor._lock:
             current = executor._current_pass()
-            if not executor.planner.recomputes(module, current.next_ordinal(module)):
+            if (module, current.next_ordinal(module)) not in executor.orders.recomputed:
                 return False
             current.new_key(module, nbytes)
             current.dropped += 1
@@ -57,7 +57,7 @@ class Repeats:
     def settle(self, saved: SavedStorage) -> None:
         """Do with an input what the plan says, or, if nothing inside has saved it, what is guessed."""
         executor = self._executor
-        decision = executor.planner.decide_input(saved.record)
+        decision = executor.active.decide_input(saved.record)
         if decision.action is Action.OFFLOAD and saved.state is Residency.RESIDENT:
             executor._spill(saved, decision.tier, decision.codec)
 
@@ -92,7 +92,7 @@ class Repeats:
 
     def reach(self, of_pass: Pass, path: str) -> None:
         """Backward has come to the module at ``path``: what waits for that may be read ahead."""
-        place = self._executor.planner.place_of(path)
+        place = self._executor.orders.first_ranks.get(path)
         if place is not None:
             of_pass.place = max(of_pass.place, place)
 

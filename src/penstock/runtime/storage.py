@@ -151,8 +151,6 @@ class SlotRecord:
     """Results of codecs on a sample of it, if one was taken."""
     frame_bytes: int | None = None
     """Bytes that it took in a tier, if it was encoded."""
-    planned: bool = False
-    """True if the plan of then knew it."""
     waited_ns: int = 0
     """How long backward waited for it to be read."""
     producer: str | None = None
@@ -323,6 +321,7 @@ class Pass:
         window_full: Whether a read had to wait because the window was full.
         observed: Whether it was watched closely enough to plan what to make again.
         operators: What ran in it, if it was observed.
+        unrepeatable: Paths of modules that it showed to be unfit for recomputation.
     """
 
     def __init__(self, index: int, start_ns: int, began_ns: int) -> None:
@@ -348,6 +347,7 @@ class Pass:
         self.window_full = False
         self.observed = False
         self.operators: tuple[Operator, ...] = ()
+        self.unrepeatable: frozenset[str] = frozenset()
         self._need: list[int] | None = None
         self._here = 0
         self._ahead = 0
@@ -419,7 +419,7 @@ class Pass:
         """Storages that are not dead and could be spilled, in the order of saving."""
         return iter(sorted(self._live.values(), key=_index))
 
-    def arrive(self, saved: SavedStorage | KeptStorage, ranks: dict[MatchKey, int]) -> None:
+    def arrive(self, saved: SavedStorage | KeptStorage, ranks: Mapping[MatchKey, int]) -> None:
         """``saved`` is being needed now: what follows it is expected next.
 
         Args:
@@ -467,7 +467,7 @@ class Pass:
             if saved is not None:
                 yield saved
 
-    def _order(self, ranks: dict[MatchKey, int]) -> None:
+    def _order(self, ranks: Mapping[MatchKey, int]) -> None:
         alive: list[SavedStorage | KeptStorage] = [*self._live.values(), *self.kept.values()]
         alive.sort(key=_index, reverse=True)
         known = {saved.index: ranks.get(saved.key.match_key) for saved in alive}

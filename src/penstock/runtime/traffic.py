@@ -26,8 +26,8 @@ from penstock.core.locks import Lock
 from penstock.core.units import MIB, format_bytes
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
+from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.movers import Mover
-from penstock.runtime.planner import Planner
 from penstock.runtime.storage import Encoding, Residency, SavedStorage, TensorRef
 from penstock.store.account import Account
 from penstock.store.base import Tier
@@ -68,10 +68,10 @@ class Traffic:
         budget: Account,
         tiers: dict[str, Tier],
         mover: Mover,
-        planner: Planner,
+        active: ActiveOrders,
         recorder: Recorder,
     ) -> None:
-        """Move nothing yet. The planner says how to encode what has no room as it is."""
+        """Move nothing yet. ``active`` has encodings for what has no room as it is."""
         self.lock = Lock()
         self.changed = threading.Condition(self.lock)  # type: ignore[arg-type]
         self.writing = 0
@@ -85,7 +85,7 @@ class Traffic:
         self.tiers = tiers
         self.mover = mover
         self._budget = budget
-        self._planner = planner
+        self._active = active
         self._credit_bytes = _credit_bytes(budget.limit_bytes)
         self.spare_bytes = 0
         self._recorder = recorder
@@ -141,8 +141,8 @@ class Traffic:
             self._stays_for_good(saved)
             return
         del storage
-        if encoding is None:
-            encoding = self._planner.squeeze(saved.record, refused=False)
+        if encoding is None and self._active.shortage:
+            encoding = self._active.fallback_encoding(saved.record)
         with self.lock:
             storage = saved.storage
             if saved.state is not Residency.RESIDENT or storage is None or saved.writing:
@@ -199,7 +199,7 @@ class Traffic:
         """A write came to nothing: ask other tiers, then all again for less if they are ``full``."""
         shorter = None
         if full and not others and saved.encoding is None:
-            shorter = self._planner.squeeze(saved.record, refused=True)
+            shorter = self._active.encoding_when_refused(saved.record)
         with self.lock:
             if saved.state is not Residency.WRITING:
                 self._stays(saved, stuck=False)  # it was needed meanwhile, or its last handle died
@@ -280,7 +280,7 @@ class Traffic:
             assert isinstance(error, SourceChangedError)
             self._note_failure("spill.source_changed", saved, error)
         if frame_bytes is not None:
-            self._planner.note_frames(saved.record, frame_bytes)
+            self._active.note_frames(saved.record, frame_bytes)
         if full:
             self._try_others(saved, others, full=True)
 

@@ -22,11 +22,10 @@ from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.lab.dry.ledger import StorageEntry, StorageLedger
 from penstock.observe.clock import ManualClock
 from penstock.observe.recorder import Recorder
-from penstock.plan.machine import Budgets, Machine
 from penstock.plan.profile import PassProfile, Profile
 from penstock.runtime.executor import Executor
 from penstock.runtime.movers import CpuMover
-from penstock.runtime.planner import Planner
+from penstock.runtime.profiling import profile_of
 from penstock.runtime.storage import SavedStorage
 from penstock.store.account import Account
 
@@ -42,15 +41,12 @@ class DryCapture:
         backwards: Number of backward passes that have ended.
     """
 
-    def __init__(
-        self, *, clock: ManualClock, ledger: StorageLedger, machine: Machine, floor_bytes: int
-    ) -> None:
+    def __init__(self, *, clock: ManualClock, ledger: StorageLedger, floor_bytes: int) -> None:
         """Prepare for one step.
 
         Args:
             clock: Clock of the step.
             ledger: Account that records which storages are slots.
-            machine: Machine for which the step is timed.
             floor_bytes: Smallest storage that is a slot.
         """
         self._protected = ProtectedStorages()
@@ -58,21 +54,11 @@ class DryCapture:
             on_root=self._protected.add_module, on_missed_thread=lambda thread: None
         )
         self.backwards = 0
+        self._profile: Profile | None = None
         recorder = Recorder(clock=clock, event_bytes=0)
         budget = Account(UNLIMITED, name="dry profile")
         self._mover = CpuMover(budget=budget)
-        self._planner = Planner(
-            policy="keep",
-            machine=machine,
-            budgets=Budgets(device_bytes=UNLIMITED),
-            budget=budget,
-            floor_bytes=floor_bytes,
-            recorder=recorder,
-            device="cpu",
-        )
-        self._executor = _Executor(
-            budget=budget, tiers={}, mover=self._mover, planner=self._planner, recorder=recorder
-        )
+        self._executor = _Executor(budget=budget, tiers={}, mover=self._mover, recorder=recorder)
         self._executor.record_into(clock, ledger)
         self._boundaries = Boundaries(
             on_backward_end=self._on_backward_end, on_step=lambda optimizer: None
@@ -108,9 +94,8 @@ class DryCapture:
 
     def profile(self, end_ns: int) -> Profile:
         """Return the profile that a session would have measured of the step, which has ended."""
-        profile = self._planner.profile
-        if profile is not None:
-            return profile
+        if self._profile is not None:
+            return self._profile
         small = self._executor.small_only
         return Profile("cpu", (), (PassProfile(1, 0, end_ns, end_ns),), *small)
 
@@ -118,10 +103,11 @@ class DryCapture:
         self.backwards += 1
         if self.backwards > 1:
             return
-        self._executor.observed(self._observer.finish)
-        self._planner.unrepeatable |= self._observer.unrepeatable
-        self._planner.unrepeatable |= not_recomputable(self.modules.known())
-        self._executor.end_backward()
+        alone = not_recomputable(self.modules.known())
+        self._executor.observed(self._observer.finish, self._observer.unrepeatable | alone)
+        record = self._executor.end_backward()
+        if record is not None and record.slots:
+            self._profile = profile_of([record], device="cpu", unrepeatable=record.unrepeatable)
 
 
 class _Executor(Executor):

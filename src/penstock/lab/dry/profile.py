@@ -103,7 +103,6 @@ def dry_profile(
         capture = DryCapture(
             clock=clock,
             ledger=ledger,
-            machine=machine,
             floor_bytes=knobs.floor_bytes() if floor_bytes is None else floor_bytes,
         )
         recorder = OperatorRecorder(

@@ -1,4 +1,4 @@
-"""The data loaders that read from the flash which a session spills to: how much they take of it.
+"""Bandwidth of flash that data loaders need beside a session.
 
 [Note: loaders' demand]
     A loader that shares the engine of a session gives way to everything else, but for what the training
@@ -20,7 +20,7 @@ MOVED_SHARE: Final = 0.05
 
 
 class LoaderReads(Protocol):
-    """A loader, as the planner sees it."""
+    """A data loader as the planner sees it."""
 
     @property
     def read_demand_bytes_per_s(self) -> float:
@@ -34,11 +34,11 @@ class Loaders:
     """The loaders of one session. Added to between steps, asked between passes.
 
     Attributes:
-        planned_bytes_per_s: What the plan in force leaves to them.
+        planned_bytes_per_s: Bandwidth that the plan in force leaves to them.
     """
 
     def __init__(self) -> None:
-        """None yet."""
+        """Start without any."""
         self.planned_bytes_per_s = 0.0
         self._sources: weakref.WeakSet[LoaderReads] = weakref.WeakSet()
 
@@ -57,11 +57,11 @@ class Loaders:
 
     @property
     def demand_bytes_per_s(self) -> float:
-        """Bytes per second that all of them need now."""
+        """Bytes per second of reads that all of them need now."""
         return sum(each.read_demand_bytes_per_s for each in list(self._sources))
 
-    def moved(self, machine: Machine) -> bool:
-        """Return whether they need another share of this machine's flash than the plan leaves to them."""
+    def changed(self, machine: Machine) -> bool:
+        """Return whether they need another part of this machine's flash than the plan leaves to them."""
         change = abs(self.demand_bytes_per_s - self.planned_bytes_per_s)
         return change > MOVED_SHARE * machine.flash_read_bytes_per_s
 

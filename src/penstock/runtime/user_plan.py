@@ -1,4 +1,4 @@
-"""A plan that the user brings: for this model, this batch, these tiers, or it is refused."""
+"""User plans: reading one, and refusing one that is for another model, or for other tiers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from penstock.core.files import read_text
 from penstock.core.units import format_bytes
 from penstock.plan.machine import Budgets
 from penstock.plan.plan import Plan
-from penstock.plan.slots import SlotKey
 
 SUFFIX: Final = ".json"
 """Suffix of the name of a plan's file; names of policies do not have it."""
@@ -32,7 +31,7 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def check_tiers(plan: Plan, budgets: Budgets) -> None:
-    """Refuse a plan that sends slots to a tier that there is not."""
+    """Raise PlanError if a plan sends slots to a tier that does not exist."""
     for tier, nbytes in (("host", budgets.host_bytes), ("flash", budgets.flash_bytes)):
         user = next((d for d in plan.decisions if d.tier == tier), None)
         if user is not None and not nbytes:
@@ -55,7 +54,7 @@ def note_on_budget(plan: Plan, budgets: Budgets) -> tuple[str, ...]:
 
 
 def check_paths(plan: Plan, known: Collection[str], root: str) -> None:
-    """Refuse a plan that tells of modules below ``root`` that are not there."""
+    """Raise PlanError if a plan names modules below ``root`` that are not there."""
     for key in (decision.key for decision in plan.decisions):
         mine = key.module == root or key.module.startswith(root + ".")
         if mine and "<" not in key.module and key.module not in known:
@@ -63,22 +62,3 @@ def check_paths(plan: Plan, known: Collection[str], root: str) -> None:
                 f"plan {plan.policy!r} is for another model: it tells of slot {key}, and this"
                 f" {root} has no module {key.module!r}; plan anew"
             )
-
-
-def check_slot(plan: Plan, key: SlotKey) -> None:
-    """Refuse a plan that does not know a slot that is being saved."""
-    decision = plan.lookup(key)
-    if decision is not None and decision.key.nbytes == key.nbytes:
-        return
-    named = (d.key for d in plan.decisions)
-    other = next((k for k in named if (k.module, k.ordinal) == (key.module, key.ordinal)), None)
-    if other is not None:
-        raise PlanError(
-            f"plan {plan.policy!r} is for another batch or model: {key.module or '<root>'} saves"
-            f" {key.nbytes} bytes ({format_bytes(key.nbytes)}) as its slot {key.ordinal}, the plan says"
-            f" {other.nbytes} ({format_bytes(other.nbytes)}); plan anew for this batch"
-        )
-    raise PlanError(
-        f"plan {plan.policy!r} is for another model: slot {key} of {key.nbytes} bytes is saved, and the"
-        " plan does not know it; plan anew"
-    )
