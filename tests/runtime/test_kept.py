@@ -14,13 +14,14 @@ from offload_runs import (
     gradients,
     read_bytes,
     same_bits,
+    slots,
     wait_for_writes,
     written_bytes,
 )
 from penstock.core.errors import InPlaceError
 from penstock.core.units import KIB, MIB
 from penstock.observe.recorder import Stage
-from penstock.runtime.storage import KeptStorage, Residency
+from penstock.runtime.storage import Residency
 
 ROOMY = {"policy": "auto", "device_memory": 4 * MIB, "codec": "none"}
 """The chain of eight below fits, with as much again to spare."""
@@ -53,7 +54,7 @@ def learnt(session, start, passes=2):
 
 
 def kept_of(session):
-    return [kept for each in session.executor.kept._passes for kept in each.kept.values()]
+    return [slot for slot in slots(session) if slot.state == "kept"]
 
 
 def test_what_the_plan_keeps_is_only_counted(session_for):
@@ -63,7 +64,7 @@ def test_what_the_plan_keeps_is_only_counted(session_for):
         learnt(session, start)
         loss = chain(start)
         assert len(kept_of(session)) == 8
-        assert not session.executor._by_storage
+        assert len(slots(session)) == 8
         assert session.budget.used_bytes == 8 * WIDE * 4
         assert same_bits(gradients(loss, [start])[0], expected[0])
         assert written_bytes(session) == 0
@@ -163,10 +164,10 @@ def test_in_a_mixed_plan_reads_are_issued_on_time(session_for):
         for _ in range(4):
             session.executor._mover.trim(session.budget.limit_bytes)
             loss = chain(start, saved=lambda: wait_for_writes(session))
-            kept = [kept.index for kept in kept_of(session)]
+            kept = [slot.key.ordinal for slot in kept_of(session)]
             assert kept == list(range(kept[0], 8))  # how many depends on what was measured
             assert kept[0] > 0
-            assert session.executor._pass.spilled
+            assert any(slot.tier for slot in slots(session))
             assert same_bits(gradients(loss, [start])[0], expected[0])
             del loss
         assert counted(session, "prefetch.missed") == missed
@@ -291,12 +292,14 @@ def test_a_graph_that_is_dropped_gives_everything_back(session_for):
     start = leaf()
     with session_for(**ROOMY) as session:
         learnt(session, start)
-        index = session.executor._pass.index
+        index = session.inspect().device.pass_index
         loss = chain(start)
         del loss
         assert_nothing_held(session)
         gradients(lambda: chain(start), [start])
-        assert session.executor._pass.index == index + 2, "the dropped one was a pass of its own"
+        assert session.inspect().device.pass_index == index + 2, (
+            "the dropped one was a pass of its own"
+        )
         assert session.planner.replans == 1
 
 
@@ -354,11 +357,9 @@ def test_one_pass_of_several_losses(session_for):
     with session_for(**{**ROOMY, "policy": "keep"}) as session:
         learnt(session, start)
         first = chain(start)
-        found = kept_of(session)
-        assert len(found) == 8
-        assert all(type(each) is KeptStorage for each in found)
+        assert len(kept_of(session)) == 8
         total = first + chain(start) + chain(other, 7)
-        assert all(each.promoted is not None for each in found)
+        assert not kept_of(session)
         assert all(map(same_bits, gradients(total, [start, other]), expected))
         assert_within_budget(session)
         del first, total

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from penstock.plan.plan import Action, Decision
 from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
+from penstock.runtime.inspection import DeviceState, held_slots
 from penstock.runtime.kept import KeptStorages
 from penstock.runtime.movers import RESTORED, Mover
 from penstock.runtime.orders import Orders, PassRecord
@@ -129,6 +131,7 @@ class Executor:
         self._make_sampler = make_sampler
         self._sampler: CodecSampler | None = None
         self._guard = fork_guard()
+        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         self._pass = self._new_pass(0)
         self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
 
@@ -500,7 +503,9 @@ class Executor:
     def _new_pass(self, index: int) -> Pass:
         if self.time.timer is not None:
             self.time.timer.begin()
-        return Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
+        made = Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
+        self._passes.add(made)
+        return made
 
     def follow(self, orders: Orders) -> None:
         """Follow other orders from now on. Between passes."""
@@ -569,6 +574,29 @@ class Executor:
         middle_ns = finished.backward_began_ns or end_ns
         span(Stage.FORWARD, finished.began_ns, middle_ns, slot=f"pass {finished.index}")
         span(Stage.BACKWARD, middle_ns, end_ns, slot=f"pass {finished.index}")
+
+    def inspect(self, device: str) -> DeviceState:
+        """Return what is held and moved at this moment, under the name of the device."""
+        traffic, budget = self._traffic, self.budget
+        with self._lock:
+            slots = held_slots(list(self._passes))
+            held = {owner: row.nbytes for owner, row in budget.holdings().items() if row.nbytes}
+            return DeviceState(
+                device=device,
+                limit_bytes=budget.limit_bytes,
+                used_bytes=budget.used_bytes,
+                peak_bytes=budget.peak_bytes,
+                holdings=MappingProxyType(held),
+                slots=slots,
+                small_count=len(self.small.table),
+                small_bytes=self.small.nbytes,
+                restored_bytes=self._restored_bytes(),
+                writes=traffic.writing,
+                writing_bytes=traffic.writing_bytes,
+                reads=traffic.reading,
+                pass_index=self._pass.index,
+                orders=self.orders,
+            )
 
     def drain(self) -> None:
         """Wait for all that moves, where a device that runs behind has a part in it."""

@@ -35,6 +35,11 @@ class WrapperTier(Tier):
         super().__init__(inner.spec, recorder=inner.recorder)
         self.inner = inner
 
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the capacity in use."""
+        return self.inner.taken_bytes
+
     def _write(
         self, address: int, nbytes: int, keep_alive: object, priority: Priority
     ) -> tuple[Place, Transfer]:
