@@ -180,9 +180,9 @@ class GatedTier(WrapperTier):
         for release in waiting:
             release()
 
-    def _write(self, address, nbytes, keep_alive, priority):
-        place, transfer = self.inner._write(address, nbytes, keep_alive, priority)
-        return place, self._hold("write", transfer, keep_alive)
+    def _write(self, place, address, nbytes, keep_alive, priority):
+        transfer = self.inner._write(place, address, nbytes, keep_alive, priority)
+        return self._hold("write", transfer, keep_alive)
 
     def _read(self, place, address, nbytes, keep_alive, priority):
         transfer = self.inner._read(place, address, nbytes, keep_alive, priority)

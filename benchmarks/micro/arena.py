@@ -98,7 +98,7 @@ def main(arguments=None):
     rounds = options.rounds or (3 if options.quick else 7)
     _results.warn_if_busy()
     torch.set_num_threads(1)
-    arena = Arena(CAPACITY_BYTES, budget=Account(CAPACITY_BYTES))
+    arena = Arena(CAPACITY_BYTES, account=Account(CAPACITY_BYTES))
     figures = {
         "arena_allocate_free": measure(steps_of_blocks(arena), options.cycles, rounds),
         "arena_to_torch": measure(steps_of_arena(arena, touch=False), options.cycles, rounds),

@@ -31,8 +31,9 @@ from penstock.runtime.encoding.jobs import WriteJob
 from penstock.runtime.encoding.scratch import ScratchSlots
 from penstock.runtime.encoding.worker import CodecWorker
 from penstock.staging import CopyStep, Staging
-from penstock.store.arena import Arena, Block
+from penstock.store.arena import Arena
 from penstock.store.base import Tier
+from penstock.store.pool import Block
 from penstock.testing.access_order import AccessOrder, Span
 
 try:

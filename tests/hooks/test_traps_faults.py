@@ -201,11 +201,11 @@ def test_trap_23_a_write_that_is_interrupted_is_over(session_for):
     class Interrupted(WrapperTier):
         times = 1
 
-        def _write(self, address, nbytes, keep_alive, priority):
+        def _write(self, place, address, nbytes, keep_alive, priority):
             if self.times:
                 self.times -= 1
                 raise KeyboardInterrupt
-            return self.inner._write(address, nbytes, keep_alive, priority)
+            return self.inner._write(place, address, nbytes, keep_alive, priority)
 
     model = mlp(3)
     with session_for(model, wrap_tier=Interrupted) as session:

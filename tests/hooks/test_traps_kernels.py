@@ -33,12 +33,13 @@ from recompute_plans import following, profiled, recomputing
 class PromptTier(WrapperTier):
     """Writes what the memory holds when the write begins, however it changes meanwhile."""
 
-    def _write(self, address, nbytes, keep_alive, priority):
+    def _write(self, place, address, nbytes, keep_alive, priority):
         copy = mmap.mmap(-1, nbytes)
         memory = np.frombuffer(copy, np.uint8)
         source = (np.ctypeslib.ctypes.c_char * nbytes).from_address(address)
         memory[:] = np.frombuffer(source, np.uint8)
-        return self.inner._write(memory.ctypes.data, nbytes, (memory, keep_alive), priority)
+        owners = memory, keep_alive
+        return self.inner._write(place, memory.ctypes.data, nbytes, owners, priority)
 
 
 def rrelu_net():

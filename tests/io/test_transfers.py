@@ -46,6 +46,24 @@ def test_an_error_reaches_every_waiter():
     assert transfer.error is error
 
 
+def test_waiters_wake_after_the_callbacks_have_run():
+    """Whoever has waited for a write finds that its room is free."""
+    transfer, waits, woken, early = Transfer(10), threading.Event(), threading.Event(), []
+
+    def wait():
+        waits.set()
+        transfer.wait(20)
+        woken.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waits.wait()
+    transfer.add_done_callback(lambda _: early.append(woken.wait(0.2)))
+    transfer.settle()
+    thread.join()
+    assert early == [False]
+
+
 def test_a_callback_that_raises_is_reported_and_stops_nobody(monkeypatch):
     reported, seen = [], []
     monkeypatch.setattr(threading, "excepthook", reported.append)
@@ -96,3 +114,50 @@ def test_a_transfer_that_follows_another_is_settled_once():
     inner.add_done_callback(lambda transfer: outer.settle(transfer.error))
     assert outer.cancel()
     assert isinstance(outer.error, CancelledError)
+
+
+@pytest.mark.parametrize("first", [None, OSError("EIO")])
+def test_a_tier_checks_the_result_before_anybody_sees_it(first):
+    transfer, seen = Transfer(8), []
+    second, third = OSError("second"), OSError("third")
+
+    def finish(error):
+        seen.append((error, transfer.done))
+        assert not transfer.cancel()
+        return second
+
+    transfer.finish_with(finish, lambda: seen.append("after"))
+    transfer.finish_with(lambda error: seen.append((error, transfer.done)) or third)
+    transfer.add_done_callback(lambda done: seen.append((done.error, done.done)))
+    transfer.settle(first)
+    assert seen == [(first, False), (second, False), (third, True), "after"]
+    with pytest.raises(OSError, match="third"):
+        transfer.wait(0)
+
+
+def test_a_check_of_what_has_ended_already_is_made_at_once():
+    transfer, seen = Transfer(8), []
+    transfer.settle()
+    transfer.finish_with(lambda error: OSError("late"), lambda: seen.append(transfer.error))
+    assert str(seen) == "[OSError('late')]"
+    assert transfer.error is seen[0]
+
+
+def test_a_check_that_fails_is_the_error():
+    """Else nobody would ever hear of the transfer."""
+    transfer, error = Transfer(8), MemoryError()
+
+    def fail(_):
+        raise error
+
+    transfer.finish_with(fail)
+    transfer.settle()
+    assert transfer.error is error
+
+
+def test_a_transfer_that_is_cancelled_is_checked_too():
+    transfer, seen = Transfer(8, cancel=lambda _: True), []
+    transfer.finish_with(lambda error: seen.append(error) or error)
+    assert transfer.cancel()
+    assert [type(error) for error in seen] == [CancelledError]
+    assert transfer.error is seen[0]

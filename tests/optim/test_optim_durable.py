@@ -10,7 +10,7 @@ import pytest
 import torch
 from optim_runs import assert_same, parameters, train
 
-from penstock import ConfigError
+from penstock import ChecksumError, ConfigError
 from penstock.optim import FlashAdamW
 
 FORMATS = [("exact", torch.float32), ("exact", torch.bfloat16), ("split", torch.bfloat16),
@@ -82,6 +82,20 @@ def test_a_torn_journal_leaves_the_step_before(torn, small):
     b = FlashAdamW(after, durable=True, **small)
     assert b.resume() == 2
     assert_same(after, before)
+    b.close()
+
+
+def test_a_record_of_an_earlier_run_that_changed_on_flash_is_found(small):
+    """Its checksum is in the journal: a new process knows it."""
+    params = parameters()
+    a = FlashAdamW(params, durable=True, **small)
+    train(a, params, steps=2)
+    a.close()
+    (path,) = small["flash"].glob("*.slab")
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    b = FlashAdamW(parameters(), durable=True, **small)
+    with pytest.raises(ChecksumError, match="have checksum"):
+        b.resume()
     b.close()
 
 

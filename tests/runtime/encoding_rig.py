@@ -130,9 +130,8 @@ class GateTier(WrapperTier):
         self.promoted = []
         self.before_read = lambda: None
 
-    def _write(self, address, nbytes, keep_alive, priority):
-        place, inner = self.inner._write(address, nbytes, keep_alive, priority)
-        return place, self._hold("write", inner)
+    def _write(self, place, address, nbytes, keep_alive, priority):
+        return self._hold("write", self.inner._write(place, address, nbytes, keep_alive, priority))
 
     def _read(self, place, address, nbytes, keep_alive, priority):
         self.before_read()

@@ -284,14 +284,16 @@ class SimFlash(Tier):
         self.full = False
         self.places = 0
 
-    def _write(self, address, nbytes, keep_alive, priority):
+    def _allocate(self, nbytes):
         if self.full:
             raise NoSpaceError(
                 errno=errno.ENOSPC, op="write", path="sim", offset_bytes=0, nbytes=nbytes
             )
-        place = np.zeros(nbytes, np.uint8)
         self.places += 1
-        return place, self._enqueue("write", place.ctypes.data, address, nbytes, priority)
+        return np.zeros(nbytes, np.uint8)
+
+    def _write(self, place, address, nbytes, keep_alive, priority):
+        return self._enqueue("write", place.ctypes.data, address, nbytes, priority)
 
     def _read(self, place, address, nbytes, keep_alive, priority):
         return self._enqueue("read", address, place.ctypes.data, nbytes, priority)

@@ -66,14 +66,14 @@ class Most:
 
     def __init__(self, session):
         self.tier, self.nbytes = unwrapped(session._stores.tiers["host"]), 0
-        take = self.tier._take
+        allocate = self.tier._allocate
 
         def watched(nbytes):
-            place = take(nbytes)
+            place = allocate(nbytes)
             self.nbytes = max(self.nbytes, self.tier.taken_bytes)
             return place
 
-        self.tier._take = watched
+        self.tier._allocate = watched
 
 
 def assert_no_overflow(session):

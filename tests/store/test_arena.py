@@ -21,8 +21,9 @@ from penstock.core.locks import Lock
 from penstock.core.units import MIB
 from penstock.io import mapping
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping
-from penstock.store.account import Account
-from penstock.store.arena import Arena, BlockState
+from penstock.store.account import Account, host_account
+from penstock.store.arena import Arena, lone_block
+from penstock.store.pool import BlockState
 from penstock.testing.engines import run_in_fork
 
 torch = pytest.importorskip("torch")
@@ -104,7 +105,7 @@ def vm_flags(address):
 
 def test_the_budget_is_charged_before_the_first_touch_and_by_pages():
     budget = Account(6 * MIB)
-    arena = Arena(64 * MIB, budget=budget, owner="buffers")
+    arena = Arena(64 * MIB, account=budget, owner="buffers")
     first = arena.allocate(MIB)
     assert (budget.used_by("buffers"), budget.used_bytes) == (2 * MIB, 2 * MIB)
     second = arena.allocate(4 * MIB)
@@ -123,7 +124,7 @@ def test_the_budget_is_charged_before_the_first_touch_and_by_pages():
 @pytest.mark.parametrize("capacity", [8 * MIB, 9 * MIB + 5, 64 * MIB])
 def test_an_odd_budget_can_be_used_to_the_last_page(limit, capacity):
     budget = Account(limit)
-    arena = Arena(capacity, budget=budget)
+    arena = Arena(capacity, account=budget)
     most = limit // 4096 * 4096
     assert arena.allocate(most + 1) is None
     assert arena.allocate(most).nbytes == most
@@ -147,7 +148,7 @@ def test_an_odd_capacity_is_rounded_down_to_pages(capacity):
 @pytest.mark.parametrize(("capacity", "limit"), [(0, None), (4095, None), (-1, None), (MIB, 4095)])
 def test_an_arena_without_a_page(capacity, limit):
     with pytest.raises(ConfigError, match="does not hold one page"):
-        Arena(capacity, budget=None if limit is None else Account(limit))
+        Arena(capacity, account=None if limit is None else Account(limit))
 
 
 def test_senseless_blocks(arena):
@@ -216,7 +217,7 @@ def test_growth_starts_or_ends_in_a_warm_page_amid_cold_ones():
 
 def test_a_refusal_changes_nothing():
     budget = Account(6 * MIB)
-    arena = Arena(16 * MIB, budget=budget)
+    arena = Arena(16 * MIB, account=budget)
     held, idle = arena.allocate(2 * MIB), arena.allocate(2 * MIB)
     idle.free()
     assert arena.allocate(6 * MIB) is None
@@ -236,7 +237,7 @@ def test_idle_pages_elsewhere_pay_for_new_ones(request, means):
     if means == "exchange":
         request.getfixturevalue("cannot_move")
     budget = Account(8 * MIB)
-    arena = Arena(32 * MIB, budget=budget)
+    arena = Arena(32 * MIB, account=budget)
     blocks = [arena.allocate(2 * MIB) for _ in range(4)]
     blocks[0].free()
     blocks[2].free()
@@ -250,7 +251,7 @@ def test_idle_pages_elsewhere_pay_for_new_ones(request, means):
 
 def test_pages_of_two_lengths_are_exchanged_exactly():
     budget = Account(3 * MIB)
-    arena = Arena(3 * MIB, budget=budget)  # a page of 2 MiB and one of 1 MiB
+    arena = Arena(3 * MIB, account=budget)  # a page of 2 MiB and one of 1 MiB
     whole = arena.allocate(2 * MIB)
     whole.free()
     tail = arena.allocate(MIB, alignment=PAGE)
@@ -274,7 +275,7 @@ def can_move():
 def test_idle_pages_elsewhere_are_moved_and_not_zeroed(monkeypatch):
     """New pages of zeros are what a first touch costs: fragmentation must not need any."""
     budget = Account(9 * MIB)
-    arena = Arena(32 * MIB, budget=budget)
+    arena = Arena(32 * MIB, account=budget)
     blocks = [arena.allocate(2 * MIB) for _ in range(4)]
     for value, block in enumerate(blocks):
         fill(block, value + 1)
@@ -306,7 +307,7 @@ def test_idle_pages_elsewhere_are_moved_and_not_zeroed(monkeypatch):
 @pytest.mark.skipif(not can_move(), reason="this kernel does not move pages")
 def test_moved_pages_are_for_direct_transfers_as_any_other(tmp_path):
     """A page that was moved is written to and read from by address, as the engine does."""
-    arena = Arena(16 * MIB, budget=Account(8 * MIB))
+    arena = Arena(16 * MIB, account=Account(8 * MIB))
     blocks = [arena.allocate(2 * MIB) for _ in range(4)]
     blocks[0].free()
     blocks[2].free()
@@ -325,7 +326,7 @@ def test_a_large_arena_moves_nothing(monkeypatch):
     """Each moved page may be a mapping of its own, and a process may have only so many."""
     monkeypatch.setattr("penstock.store.arena._MAX_PAGES_TO_MOVE", 7)
     monkeypatch.setattr(Mapping, "move_page", lambda *_: pytest.fail("moved"))
-    arena = Arena(16 * MIB, budget=Account(8 * MIB))
+    arena = Arena(16 * MIB, account=Account(8 * MIB))
     blocks = [arena.allocate(2 * MIB) for _ in range(4)]
     blocks[0].free()
     blocks[2].free()
@@ -336,7 +337,7 @@ def test_a_large_arena_moves_nothing(monkeypatch):
 @pytest.mark.usefixtures("cannot_move")
 def test_exchange_when_another_owner_is_quicker(monkeypatch):
     budget = Account(6 * MIB)
-    arena = Arena(16 * MIB, budget=budget)
+    arena = Arena(16 * MIB, account=budget)
     blocks = [arena.allocate(2 * MIB) for _ in range(2)]
     blocks[0].free()
     real = Account.try_take
@@ -390,7 +391,7 @@ def test_trim_leaves_the_content_of_blocks(arena):
 def test_a_waiter_is_told_when_a_block_returns():
     """No byte of the budget is released, yet the waiter's block may fit now."""
     budget = Account(2 * MIB)
-    arena = Arena(2 * MIB, budget=budget)
+    arena = Arena(2 * MIB, account=budget)
     block, got = arena.allocate(2 * MIB), []
     waiting = threading.Event()
 
@@ -510,7 +511,7 @@ def test_a_block_in_a_cycle_returns_by_the_collector(arena):
 
 def test_close_waits_for_the_last_block():
     budget = Account(8 * MIB)
-    arena = Arena(8 * MIB, budget=budget)
+    arena = Arena(8 * MIB, account=budget)
     block, array = arena.allocate(MIB), arena.allocate(MIB).lend(0, MIB)
     arena.close()
     arena.close()
@@ -544,7 +545,7 @@ def test_a_dropped_arena_lives_as_long_as_its_blocks():
 
 def test_pretouch_makes_everything_resident_for_good():
     budget = Account(6 * MIB)
-    arena = Arena(5 * MIB, budget=budget)
+    arena = Arena(5 * MIB, account=budget)
     block = arena.allocate(4096)
     fill(block, 9)
     assert arena.pretouch()
@@ -557,7 +558,7 @@ def test_pretouch_makes_everything_resident_for_good():
 
 def test_pretouch_beyond_the_budget_changes_nothing():
     budget = Account(6 * MIB)
-    arena = Arena(8 * MIB, budget=budget)
+    arena = Arena(8 * MIB, account=budget)
     assert budget.try_take(2 * MIB, "other")
     assert not arena.pretouch()
     assert (arena.touched_bytes, resident_bytes(arena)) == (0, 0)
@@ -683,7 +684,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.budget = Account(9 * MIB + 4096 * 3 + 7)
-        self.arena = Arena(13 * MIB, budget=self.budget)
+        self.arena = Arena(13 * MIB, account=self.budget)
         self.blocks = {}
         self.lent = {}
         self.next = 1
@@ -757,3 +758,58 @@ class ArenaMachine(RuleBasedStateMachine):
 
 TestArenaMachine = ArenaMachine.TestCase
 TestArenaMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+# -- the process's account -----------------------------------------------------------------------
+
+
+def test_without_an_account_it_is_charged_to_the_process_until_it_is_closed_or_dropped():
+    memory = host_account()
+    before = memory.used_bytes
+    arena = Arena(8 * MIB, owner="an arena")
+    array = arena.allocate(3 * MIB).lend(0, 3 * MIB)
+    assert memory.holdings()["an arena"].nbytes == 4 * MIB
+    arena.close()
+    assert memory.used_bytes == before + 4 * MIB
+    del array
+    assert memory.used_bytes == before
+    dropped = Arena(8 * MIB, owner="an arena")
+    dropped.allocate(MIB)
+    assert memory.used_bytes == before + 2 * MIB
+    del dropped
+    gc.collect()
+    assert memory.used_bytes == before
+
+
+def test_a_forced_block_exceeds_the_account_but_not_the_capacity():
+    account = Account(4 * MIB)
+    arena = Arena(16 * MIB, account=account.child("arena"))
+    held = arena.allocate(3 * MIB)
+    assert arena.allocate(3 * MIB) is None
+    more = arena.allocate(3 * MIB, force=True)
+    assert account.used_bytes == arena.touched_bytes == 6 * MIB
+    assert arena.allocate(12 * MIB, force=True) is None
+    for block in (held, more):
+        block.free()
+    arena.close()
+    assert account.used_bytes == 0
+
+
+def test_a_forced_block_takes_idle_pages_before_it_exceeds_the_account():
+    account = Account(4 * MIB)
+    arena = Arena(16 * MIB, account=account.child("arena"))
+    low, high = arena.allocate(2 * MIB), arena.allocate(2 * MIB)
+    low.free()
+    arena.allocate(4 * MIB, force=True)
+    assert account.used_bytes == 6 * MIB
+    high.free()
+
+
+def test_a_lone_block_is_gone_when_it_is_freed():
+    memory = host_account()
+    before = memory.used_bytes
+    block = lone_block(5000, owner="alone")
+    assert memory.used_bytes == before + 8192
+    block.free()
+    assert memory.used_bytes == before
+    assert not is_mapped(block.address)

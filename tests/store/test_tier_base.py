@@ -32,10 +32,13 @@ class HandTier(Tier):
         self.discarded = []
         self.closed = 0
 
-    def _write(self, address, nbytes, keep_alive, priority):
+    def _allocate(self, nbytes):
         if self.full:
             raise NoSpaceError(errno=28, op="allocate", path="x", offset_bytes=0, nbytes=nbytes)
-        return f"place {len(self.transfers)}", self._move(address, nbytes)
+        return f"place {len(self.transfers)}"
+
+    def _write(self, place, address, nbytes, keep_alive, priority):
+        return self._move(address, nbytes)
 
     def _read(self, place, address, nbytes, keep_alive, priority):
         if self.full:

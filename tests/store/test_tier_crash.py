@@ -1,4 +1,4 @@
-"""kill -9 at every phase: no file is left, and nobody holds the space."""
+"""kill -9 at every phase: no file without a name is left, and nobody holds the space."""
 
 import os
 import signal
@@ -15,15 +15,20 @@ from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.testing.engines import aligned
 from penstock.store import FlashTier
+from penstock.store.reserved import ReservedTier
 
-phase = sys.argv[1]
-tier = FlashTier(
-    sys.argv[2:], capacity_bytes=32 * MIB, engine=ThreadEngine(4), recorder=Recorder()
-)
+kind, phase, *directories = sys.argv[1:]
+common = {"engine": ThreadEngine(4), "recorder": Recorder()}
+place = None
+if kind == "flash":
+    tier = FlashTier(directories, capacity_bytes=32 * MIB, **common)
+else:
+    tier = ReservedTier(directories, name="x", remedy="", **common)
+    (place,) = tier.reserve([8 * MIB], file_name=None, advice=lambda needed, free: "none")
 source, target = aligned(8 * MIB, seed=1), aligned(8 * MIB)
 ticket = None
 def write():
-    return tier.write(source.ctypes.data, 8 * MIB, keep_alive=source, label="x")
+    return tier.write(source.ctypes.data, 8 * MIB, keep_alive=source, label="x", at=place)
 if phase != "open":
     ticket = write()
     ticket.written.wait(20)
@@ -39,14 +44,15 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("phase", ["open", "write", "rest", "read"])
+@pytest.mark.parametrize("kind", ["flash", "reserved"])
 @pytest.mark.parametrize("tmpfile", [True, False], ids=["O_TMPFILE", "unlink"])
-def test_killed(phase, tmpfile, tmp_path):
+def test_killed(phase, tmpfile, kind, tmp_path):
     directories = [tmp_path / "a", tmp_path / "b"]
     for each in directories:
         each.mkdir()
     prelude = "" if tmpfile else "import os; os.O_TMPFILE = os.O_DIRECTORY\n"  # as an old kernel
     victim = subprocess.Popen(
-        [sys.executable, "-c", prelude + VICTIM, phase, *map(str, directories)],
+        [sys.executable, "-c", prelude + VICTIM, kind, phase, *map(str, directories)],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -62,7 +62,7 @@ class TestHostTier:
 
     def test_a_memory_budget_that_is_used_up(self):
         budget = Account(8 * MIB, name="host")
-        arena = Arena(8 * MIB, budget=budget)
+        arena = Arena(8 * MIB, account=budget)
         tier = HostTier(arena, capacity_bytes=8 * MIB, recorder=Recorder())
         assert budget.try_take(5 * MIB, "somebody")
         source = aligned(4 * MIB, seed=2)

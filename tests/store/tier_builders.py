@@ -33,12 +33,12 @@ def host(stack, capacity_bytes=2 * MIB):
 
 def flip_on_flash(ticket):
     """Change the first byte of a ticket's data in its file, behind the tier's back."""
-    piece = ticket.place.pieces[0]
+    file, offset_bytes, _ = next(ticket.place.ranges(ticket.window.nbytes))
     skew = ticket.window.skew
-    fd = os.open(f"/proc/self/fd/{piece.file.fd}", os.O_RDWR)  # buffered: any byte can be written
+    fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR)  # buffered: any byte can be written
     try:
-        (byte,) = os.pread(fd, 1, piece.offset_bytes + skew)
-        os.pwrite(fd, bytes([byte ^ 1]), piece.offset_bytes + skew)
+        (byte,) = os.pread(fd, 1, offset_bytes + skew)
+        os.pwrite(fd, bytes([byte ^ 1]), offset_bytes + skew)
         os.fsync(fd)
     finally:
         os.close(fd)

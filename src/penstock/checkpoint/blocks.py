@@ -9,7 +9,7 @@ from penstock.checkpoint.manifest import FileEntry
 from penstock.checkpoint.streams import BlockWrites, digest
 from penstock.io.engine import Transfer
 from penstock.io.files import DirectFile
-from penstock.store.arena import Block
+from penstock.store.pool import Block
 
 
 class Blocks:

@@ -31,8 +31,9 @@ from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, read_end
 from penstock.io.traffic_report import reported
 from penstock.observe.clients import CHECKPOINTS
-from penstock.store.arena import Arena, Block
+from penstock.store.arena import Arena
 from penstock.store.engine import shared_engine
+from penstock.store.pool import Block
 
 BUFFERS_BYTES: Final = 16 * MIB
 """Bytes in flight at once. See [Note: few buffers]."""

@@ -173,11 +173,11 @@ class _Writer:
         self.data_bytes = 0
         self._file: DirectFile = open_path(path, "x+")
         self._engine = shared_engine()
-        self._arena = Arena(2 * _BLOCK_BYTES)
+        self._arena = Arena(2 * _BLOCK_BYTES, owner="data packing")
         self._address: list[int] = []
         self._memory: list[NDArray[np.uint8]] = []
         for _ in range(2):
-            block = self._arena.allocate(_BLOCK_BYTES)
+            block = self._arena.allocate(_BLOCK_BYTES, force=True)
             assert block is not None, "the arena has room for two"
             self._address.append(block.address)
             self._memory.append(block.lend(0, _BLOCK_BYTES))

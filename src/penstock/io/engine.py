@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from penstock.core.locks import Lock
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Op = Literal["read", "write"]
+_Finish: TypeAlias = "Callable[[BaseException | None], BaseException | None]"
 
 
 class Priority(enum.IntEnum):
@@ -125,14 +126,17 @@ class Transfer:
     """Future of a request. Settled once, by the engine. Thread-safe."""
 
     __slots__ = (
+        "_after",
         "_callbacks",
         "_cancel",
         "_error",
         "_event",
+        "_finish",
         "_lock",
         "_over",
         "_promote",
         "_settled",
+        "_settling",
         "nbytes",
     )
 
@@ -155,6 +159,9 @@ class Transfer:
         self._promote = promote
         self._lock = Lock()
         self._event: threading.Event | None = None  # for waiters; few transfers have one
+        self._finish: _Finish | None = None
+        self._after: Callable[[], None] | None = None
+        self._settling = False
         self._settled = False
         self._over = False  # settled, and every callback has run: waiters may continue
         self._error: BaseException | None = None
@@ -201,7 +208,7 @@ class Transfer:
         cancel = self._cancel  # read once: a thread that settles it now resets it
         if cancel is None or self.done or not cancel(self):
             return False
-        if not self.done:  # a transfer that follows another is settled by the other's callback
+        if not self._settling:  # a transfer that follows another is settled by the other's callback
             self.settle(CancelledError())
         return True
 
@@ -223,13 +230,41 @@ class Transfer:
                 return
         callback(self)
 
+    def finish_with(self, finish: _Finish, after: Callable[[], None] | None = None) -> None:
+        """Check the result before it is settled; only for tiers, which do so before they return it.
+
+        A second ``finish`` is called after the first one.
+
+        Args:
+            finish: Called with the error, or None; returns the error with which to settle it.
+            after: Called once everyone that waited knows.
+        """
+        with self._lock:
+            if not self._settling:
+                before, self._finish = self._finish, finish
+                if before is not None:
+                    self._finish = lambda error: finish(before(error))
+                self._after = after or self._after
+                return
+        self._error = _finished(finish, self._error)  # settled already, and seen by nobody
+        if after is not None:
+            after()
+
     def settle(self, error: BaseException | None = None) -> None:
         """Settle the transfer; only for engines and tiers. Waiters wake after the callbacks ran."""
         with self._lock:
-            assert not self._settled, "a transfer was settled twice"
-            self._error = error
-            self._settled = True
+            assert not self._settling, "a transfer was settled twice"
+            self._settling = True
+            finish, self._finish = self._finish, None
             self._cancel = self._promote = None
+            self._error = error
+            self._settled = finish is None
+        if finish is not None:
+            error = _finished(finish, error)
+            del finish
+            with self._lock:
+                self._error = error
+                self._settled = True
         while True:
             with self._lock:
                 callbacks, self._callbacks = self._callbacks, []
@@ -241,6 +276,9 @@ class Transfer:
                 self._call(callback)
         if event is not None:
             event.set()
+        after, self._after = self._after, None
+        if after is not None:
+            after()
 
     def _call(self, callback: Callable[[Transfer], None]) -> None:
         try:
@@ -248,6 +286,13 @@ class Transfer:
         except BaseException as error:  # noqa: BLE001  (otherwise waiters would wait for ever)
             details = (type(error), error, error.__traceback__, threading.current_thread())
             threading.excepthook(threading.ExceptHookArgs(details))
+
+
+def _finished(finish: _Finish, error: BaseException | None) -> BaseException | None:
+    try:
+        return finish(error)
+    except BaseException as failure:  # noqa: BLE001  (otherwise waiters would wait for ever)
+        return failure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

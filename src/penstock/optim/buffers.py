@@ -35,13 +35,12 @@ class RecordBuffer:
         is_done: True if it was visited in this pass.
         leaves: True if the buffer becomes free once its record is written.
         squeezed_bytes: Length of the squeezed record at the end of the buffer; 0: it is not squeezed.
-        unverified: True if it was read, and not yet compared with its checksum.
         error: Why it could not be read.
     """
 
     __slots__ = (
         *("address", "memory", "tile", "phase", "before", "error"),
-        *("is_done", "is_early", "is_fresh", "leaves", "squeezed_bytes", "unverified"),
+        *("is_done", "is_early", "is_fresh", "leaves", "squeezed_bytes"),
     )
 
     def __init__(self, address: int, memory: NDArray[np.uint8]) -> None:
@@ -56,7 +55,7 @@ class RecordBuffer:
         """Mark the buffer as empty."""
         self.tile: Tile | None = None
         self.phase = BufferPhase.FREE
-        self.is_fresh = self.is_early = self.leaves = self.unverified = False
+        self.is_fresh = self.is_early = self.leaves = False
         self.squeezed_bytes = 0
         self.error: BaseException | None = None
 

@@ -193,7 +193,7 @@ class GradientSpill:
         """Return aligned memory, of large pages if there are any; it is free when the array is gone."""
         granule = self.open().spec.granule_bytes
         assert self._arena is not None
-        block = self._arena.allocate(nbytes)
+        block = self._arena.allocate(nbytes, force=True)
         if block is not None:
             return block.lend(0, nbytes)
         memory = np.empty(nbytes + granule, np.uint8)

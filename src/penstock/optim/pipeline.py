@@ -55,7 +55,6 @@ class TilePipeline:
         count: int,
         buffer_bytes: int,
         write_through: bool,
-        names: Callable[[Tile], str],
         squeezer: Squeezer,
     ) -> None:
         """Make the buffers; memory becomes resident as it is first used.
@@ -65,7 +64,6 @@ class TilePipeline:
             count: Number of buffers; at least two more than simultaneous visitors.
             buffer_bytes: Length of the longest record, with what squeezing needs.
             write_through: Write each tile in each pass.
-            names: Returns what is in a tile, for errors.
             squeezer: Compresses the records that are written.
 
         Raises:
@@ -78,7 +76,6 @@ class TilePipeline:
         self.is_awaited = True
         self._squeezer = squeezer
         self._write_through = write_through
-        self._names = names
         self._wake = condition()
         self._arenas: list[Arena] = []
         self._buffers: list[RecordBuffer] = []
@@ -129,7 +126,7 @@ class TilePipeline:
         """
         buffer = self._wait_for(tile)
         try:
-            self._complete(tile, buffer)
+            self._expand(tile, buffer)
         except BaseException:
             self.drop(buffer)
             raise
@@ -220,16 +217,12 @@ class TilePipeline:
 
     # -- without the lock -------------------------------------------------------------------------
 
-    def _complete(self, tile: Tile, buffer: RecordBuffer) -> None:
-        """Verify and expand the record that a buffer holds."""
-        names = partial(self._names, tile)
-        if buffer.unverified:
-            self.store.verify(tile, buffer.address, names)
-            buffer.unverified = False
+    def _expand(self, tile: Tile, buffer: RecordBuffer) -> None:
+        """Expand the record that a buffer holds, if it is squeezed."""
         if buffer.squeezed_bytes:
             length, buffer.squeezed_bytes = buffer.squeezed_bytes, 0
             if not self._squeezer.expand(tile, buffer.memory, length):
-                raise self.store.damage(tile, names, "cannot be expanded")
+                raise self.store.damage(tile, "cannot be expanded")
 
     def _wait_for(self, tile: Tile) -> RecordBuffer:
         while True:
@@ -352,7 +345,7 @@ class TilePipeline:
         """Give a free buffer to a tile, and begin to read its record if it has one."""
         self._holding[tile.index] = buffer
         buffer.tile = tile
-        buffer.is_done = buffer.leaves = buffer.unverified = False
+        buffer.is_done = buffer.leaves = False
         buffer.is_early = True
         buffer.is_fresh = tile.index not in self.store.filled
         if buffer.is_fresh or not tile.record_bytes:
@@ -432,7 +425,6 @@ class TilePipeline:
         with self._wake:
             buffer.phase = BufferPhase.CLEAN
             buffer.error = error
-            buffer.unverified = True
             self._wake.notify_all()
 
     def _was_written(self, buffer: RecordBuffer, error: BaseException | None) -> None:

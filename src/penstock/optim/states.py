@@ -38,7 +38,7 @@ from penstock.optim.pipeline import TilePipeline
 from penstock.optim.pool import make_pool, wait_for_all
 from penstock.optim.probe import ProbedOptimizer
 from penstock.optim.squeeze import Squeezer, slack_bytes
-from penstock.optim.store import RecordStore, named_file
+from penstock.optim.store import RecordStore
 from penstock.optim.update import UpdatePass, Updater
 from penstock.staging import copy_across, ready_event
 from penstock.store.engine import shared_engine
@@ -98,13 +98,7 @@ class FlashStates:
         self._guard = fork_guard()
         self._updater = Updater(source, self.params)
         self._engine = shared_engine()
-        self.store = RecordStore(
-            config.directories,
-            self._engine,
-            slots=2 if config.durable else 1,
-            make_file=named_file if config.durable else None,
-            allow_memory_filesystem=config.allow_memory_filesystem,
-        )
+        self.store = RecordStore(config, self._engine, self.where_of)
         # beside a backward: see [Note: when squeezing pays]
         self._squeezer = Squeezer(
             False if config.overlap and not config.squeeze else config.squeeze
@@ -509,7 +503,6 @@ class FlashStates:
                 count=max(1, min(max(ring, wanted), len(self.tiles))),
                 buffer_bytes=room,
                 write_through=self.config.durable,
-                names=self.where_of,
                 squeezer=self._squeezer,
             )
         return self._pipeline
@@ -535,7 +528,7 @@ class FlashStates:
 
     def wrap_engine(self, wrap: Callable[[Engine], Engine]) -> None:
         """Have what moves from now on go through ``wrap(engine)``; neither of the two is closed."""
-        self._engine = self.store.engine = wrap(self._engine)
+        self._engine = self.store.files.engine = wrap(self._engine)
         if self.gradients is not None:
             self.gradients.engine_changed()
 

@@ -23,17 +23,20 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from penstock.core.units import KIB, round_up
+from penstock.core.units import KIB
 from penstock.io.engine import Priority, Transfer
-from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
-from penstock.runtime.heap import Heap, HeapBlock, heap_is_better
+from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.runtime.storage import Encoding
 from penstock.store.account import Account
-from penstock.store.arena import Arena, Block
+from penstock.store.arena import Arena, lone_block
 from penstock.store.base import Tier
+from penstock.store.heap import Heap, heap_is_better
+from penstock.store.pool import Block, Pool
 
 RESTORED = "restored"
 """Owner, in the device budget, of memory for restored storages."""
+BEYOND_BUDGET: Final = "saved tensors"
+"""Owner, in the process's account, of what is restored although the device budget is full."""
 CACHE_LINE_BYTES: Final = 64
 """BLAS rounds otherwise where a vector begins elsewhere modulo this."""
 
@@ -161,7 +164,7 @@ class Mover(ABC):
 class BlockTarget:
     """A block of memory on its way to becoming a storage of ``nbytes`` that begins at ``skew``."""
 
-    block: Block | HeapBlock
+    block: Block
     lead: int
     """Offset of the tier's window in the block."""
     skew: int
@@ -188,10 +191,10 @@ class CpuMover(Mover):
         self.device = torch.device("cpu")
         self._budget = budget
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.memory: Arena | Heap = (
-            Heap(budget=budget, owner=RESTORED)
+        self.memory: Pool = (
+            Heap(account=budget, owner=RESTORED)
             if heap_is_better()
-            else Arena(min(2 * budget.limit_bytes, physical), budget=budget, owner=RESTORED)
+            else Arena(min(2 * budget.limit_bytes, physical), account=budget, owner=RESTORED)
         )
 
     def write(
@@ -208,20 +211,12 @@ class CpuMover(Mover):
         """A block for the ticket's window; with ``force`` one of an arena of its own."""
         window = ticket.window
         lead = window.address % CACHE_LINE_BYTES
-        block: Block | HeapBlock | None = self.memory.allocate(lead + window.nbytes)
+        block = self.memory.allocate(lead + window.nbytes)
         if block is None and force:
-            block = self._beyond_budget(lead + window.nbytes)
+            block = lone_block(lead + window.nbytes, owner=BEYOND_BUDGET)
         if block is None:
             return None
         return BlockTarget(block, lead, lead + window.skew, ticket.nbytes)
-
-    def _beyond_budget(self, nbytes: int) -> Block:
-        arena = Arena(round_up(nbytes, PAGE_BYTES), budget=None, owner=RESTORED)
-        block = arena.allocate(nbytes)
-        if block is None:
-            raise MemoryError(f"no address space for {nbytes} bytes")
-        arena.close()  # as soon as the block is free again
-        return block
 
     def read(self, tier: Tier, ticket: Any, target: BlockTarget, priority: Priority) -> Transfer:
         """Fill the block with the ticket's window."""

@@ -10,8 +10,7 @@ from typing import TypeAlias
 from penstock.core.units import MIB
 from penstock.io.engine import Priority
 from penstock.plan.machine import Machine
-from penstock.store.account import Account
-from penstock.store.arena import Arena
+from penstock.store.arena import lone_block
 from penstock.store.base import Ticket, Tier
 
 PROBE_BYTES = 16 * MIB
@@ -25,15 +24,12 @@ Lend: TypeAlias = Callable[[int], AbstractContextManager[int]]
 
 @contextmanager
 def host_memory(nbytes: int) -> Iterator[int]:
-    """Memory as transfers use it."""
-    arena = Arena(2 * nbytes, budget=Account(2 * nbytes, name="probe"))
-    block = arena.allocate(nbytes)
-    assert block is not None
+    """Lend memory as transfers use it."""
+    block = lone_block(nbytes, owner="probe")
     try:
         yield block.address
     finally:
         block.free()
-        arena.close()
 
 
 def measure(

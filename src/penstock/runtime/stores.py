@@ -223,7 +223,7 @@ class Stores:
         mover = CpuMover(budget=self._budget)
         if not config.host_bytes:
             return mover, None
-        return mover, Arena(config.host_bytes, budget=host, owner="host tier")
+        return mover, Arena(config.host_bytes, account=host, owner="host tier")
 
 
 def check_device_codec(name: str, device: torch.device) -> None:

@@ -10,13 +10,14 @@
 4. :meth:`Tier.close` ends everything.
 
 The public methods are not overridden: they do alignment, checksums, counters and spans. A tier
-overrides ``_write``, ``_read``, ``_discard`` and ``_close``, and nothing else.
+overrides ``_allocate``, ``_write``, ``_read``, ``_discard`` and ``_close``, and nothing else. A transfer
+is one future from the engine to its waiters: the tier checks it before it is settled.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from penstock.io.engine import Priority, Transfer
 from penstock.observe.clients import measurement_of
 from penstock.observe.recorder import Recorder, Stage
 from penstock.store import checksums
+from penstock.store.checksums import Sum
 
 Place: TypeAlias = Any
 """Place of bytes in a tier: each tier has its own type, which no other code looks into."""
@@ -49,6 +51,8 @@ class TierSpec:
     """Sources are widened to multiples of this; targets of reads must be aligned to it."""
     where: str
     """For error messages: directories, or what memory."""
+    remedy: str = ""
+    """End of errors about lost bytes: ", and load a state dict"."""
     gpu_direct: bool = False
     """True if addresses are those of device memory. The host cannot read that, so the tier makes no
     checksums; whoever writes there makes its own."""
@@ -66,7 +70,7 @@ class Window:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A claim on bytes that a tier holds. Made by ``Tier.write``; fields are for reading only."""
+    """A claim on bytes that a tier holds, made by ``write`` or ``adopt``; only the tier changes it."""
 
     label: str
     """Name of the bytes in errors and traces."""
@@ -77,9 +81,9 @@ class Ticket:
     """Settled when the source is no longer needed; carries the error if writing failed."""
     place: Place = None
     """Private to the tier."""
-    checksum: int | None = None
+    checksum: Sum | None = None
     in_flight: int = 0
-    """Transfers of this ticket that are not settled; its place is given back when there is none."""
+    """Transfers of this ticket that are not settled; its place is freed when there is none."""
     discarded: bool = False
 
 
@@ -87,14 +91,13 @@ class Tier(ABC):
     """A memory that holds spilled bytes. Thread-safe. Unusable in a forked child."""
 
     def __init__(
-        self, spec: TierSpec, *, recorder: Recorder, checksum: checksums.Checksum | None = None
+        self, spec: TierSpec, *, recorder: Recorder, verify: checksums.Kind | None = None
     ) -> None:
-        """For subclasses; without ``checksum`` it is the one that ``knobs.verify()`` names."""
+        """Initialise a subclass; ``verify`` is the kind of checksum, ``knobs.verify()`` if None."""
         self.spec = spec
         self.recorder = recorder
         self._reported_as = spec.name
-        wanted = checksum or checksums.by_name(knobs.verify())
-        self._checksum = None if spec.gpu_direct else wanted
+        self._verify: checksums.Kind = "off" if spec.gpu_direct else verify or knobs.verify()
         self._guard = fork_guard()
         self._lock = condition()  # notified when nothing is in flight any more
         self._closed = False
@@ -105,23 +108,28 @@ class Tier(ABC):
     # -- primitives, for subclasses ---------------------------------------------------------------
 
     @abstractmethod
-    def _write(
-        self, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> tuple[Place, Transfer]:
-        """Find a place and begin to fill it. Raises NoSpaceError, at once, where there is none.
+    def _allocate(self, nbytes: int) -> Place:
+        """Find a place. Raises NoSpaceError, at once, if there is none."""
 
-        ``address`` and ``nbytes`` are multiples of the granule.
+    @abstractmethod
+    def _write(
+        self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> Transfer:
+        """Begin to copy memory to a place.
+
+        ``address`` and ``nbytes`` are multiples of the granule. The transfer is of this call alone: the
+        tier has it checked and settled (``Transfer.finish_with``).
         """
 
     @abstractmethod
     def _read(
         self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
     ) -> Transfer:
-        """Begin to copy a place's bytes to memory."""
+        """Begin to copy a place's bytes to memory. As ``_write``."""
 
     @abstractmethod
     def _discard(self, place: Place) -> None:
-        """Take a place back; no transfer touches it any more. May run in a finalizer: no waiting.
+        """Free a place; no transfer touches it any more. May run in a finalizer: no waiting.
 
         Also called after ``_close`` where a discard and a close met; then there is nothing to do.
         """
@@ -130,7 +138,7 @@ class Tier(ABC):
     def _close(self) -> None:
         """Release everything. Called once, after the last transfer in flight has ended."""
 
-    # -- what everybody calls ---------------------------------------------------------------------
+    # -- for everyone -----------------------------------------------------------------------------
 
     @property
     def held_bytes(self) -> int:
@@ -165,10 +173,22 @@ class Tier(ABC):
         keep_alive: object,
         label: str,
         priority: Priority = Priority.WRITE_BEHIND,
+        at: Place = None,
+        is_private: bool = False,
     ) -> Ticket:
         """Begin to spill ``nbytes`` at ``address``; returns at once.
 
         A ticket whose write failed or was cancelled holds its place until it is discarded.
+
+        Args:
+            address: Address of the source.
+            nbytes: Length of the source.
+            keep_alive: Owner of the source.
+            label: Name of the bytes in errors and traces.
+            priority: Priority of the transfer.
+            at: A place that was reserved, no transfer of which is in flight; None: the tier finds one.
+            is_private: True if nobody else can change the source, which is then not compared with itself
+                after the write.
 
         Raises:
             NoSpaceError: The tier, or the file system under it, has no room for them.
@@ -179,36 +199,33 @@ class Tier(ABC):
             raise ConfigError(f"{label}: {nbytes} bytes cannot be written to tier {self.spec.name}")
         window = self.window(address, nbytes)
         start_ns = self.recorder.clock.now_ns()
-        before = None if self._checksum is None else self._checksum(address, nbytes)
+        before = checksums.sum_of(self._verify, address, nbytes)
         self._begin()
         try:
-            place, inner = self._write(window.address, window.nbytes, keep_alive, priority)
+            place = self._allocate(window.nbytes) if at is None else at
+            try:
+                transfer = self._write(place, window.address, window.nbytes, keep_alive, priority)
+            except BaseException:
+                self._discard(place)
+                raise
         except BaseException:
             self._end()
             raise
-        ticket = Ticket(label, nbytes, window, _follow(inner), place, in_flight=1)
+        ticket = Ticket(label, nbytes, window, transfer, place, in_flight=1)
         with self._lock:
             self._held_bytes += window.nbytes
             self._note_level()
-            self._moving.add(inner)
 
-        def finish(transfer: Transfer) -> None:
-            error = transfer.error
-            if error is None and self._checksum is not None:
-                try:
-                    if self._checksum(address, nbytes) != before:
-                        error = _source_changed(label, nbytes, self.spec)
-                except MemoryError as failure:  # else nobody would ever hear of this write
-                    error = failure
+        def check(error: BaseException | None) -> BaseException | None:
+            if error is None and before is not None:
+                if not is_private and checksums.sum_of(before[0], address, nbytes) != before:
+                    error = _source_changed(label, nbytes, self.spec)
                 ticket.checksum = before
-            self._account(Stage.WRITE, ticket, start_ns, error)
-            nonlocal keep_alive
-            keep_alive = None
-            self._landed(ticket)  # first, so that who has waited and discards has the room at once
-            ticket.written.settle(error)
-            self._end(transfer)
+            return error
 
-        inner.add_done_callback(finish)
+        self._settle_with(
+            check, transfer, ticket, Stage.WRITE, keep_alive=keep_alive, start_ns=start_ns
+        )
         return ticket
 
     def read(
@@ -232,32 +249,51 @@ class Tier(ABC):
         self._begin(ticket)
         start_ns = self.recorder.clock.now_ns()
         try:
-            inner = self._read(ticket.place, address, ticket.window.nbytes, keep_alive, priority)
+            transfer = self._read(ticket.place, address, ticket.window.nbytes, keep_alive, priority)
         except BaseException:
             self._landed(ticket)
             self._end()
             raise
-        outer = _follow(inner)
+
+        def check(error: BaseException | None) -> BaseException | None:
+            return error or self._mismatch(ticket, address + ticket.window.skew)
+
+        self._settle_with(
+            check, transfer, ticket, Stage.READ, keep_alive=keep_alive, start_ns=start_ns
+        )
+        return transfer
+
+    def adopt(self, place: Place, nbytes: int, *, label: str, checksum: Sum | None) -> Ticket:
+        """Claim bytes that an earlier process has written to a reserved place.
+
+        Args:
+            place: The place.
+            nbytes: Length of the bytes, a multiple of the granule.
+            label: Name of the bytes in errors and traces.
+            checksum: Checksum that they must have; None: it is not known.
+        """
+        written = Transfer(nbytes)
+        written.settle()
         with self._lock:
-            self._moving.add(inner)
+            self._held_bytes += nbytes
+            self._note_level()
+        return Ticket(label, nbytes, Window(0, nbytes, 0), written, place, checksum)
 
-        def finish(transfer: Transfer) -> None:
-            try:
-                error = transfer.error or self._mismatch(ticket, address + ticket.window.skew)
-            except MemoryError as failure:
-                error = failure
-            self._account(Stage.READ, ticket, start_ns, error)
-            nonlocal keep_alive
-            keep_alive = None
-            self._landed(ticket)
-            outer.settle(error)
-            self._end(transfer)
+    def damage(self, ticket: Ticket, facts: str) -> ChecksumError:
+        """Return the error that a ticket's bytes are not those that were written.
 
-        inner.add_done_callback(finish)
-        return outer
+        Args:
+            ticket: The claim.
+            facts: Difference, as the predicate of "bytes read back ...".
+        """
+        return ChecksumError(
+            f"{ticket.label}: {ticket.nbytes} bytes read back from tier {self.spec.name}"
+            f" ({self.spec.where}, {ticket.place}) {facts}. The device or its memory returned other"
+            f" bytes: it is faulty, stop using it{self.spec.remedy}"
+        )
 
     def discard(self, ticket: Ticket) -> None:
-        """Nobody will read this ticket again. Cancels a write that has not started.
+        """Give up a claim. Cancels a write that has not started.
 
         Never waits and takes only Penstock's own locks, so a finalizer may (by ``locks.defer``).
         Does nothing in a forked child: the place is the parent's.
@@ -294,6 +330,33 @@ class Tier(ABC):
 
     # -- inside -----------------------------------------------------------------------------------
 
+    def _settle_with(
+        self,
+        check: Callable[[BaseException | None], BaseException | None],
+        transfer: Transfer,
+        ticket: Ticket,
+        stage: Stage,
+        *,
+        keep_alive: object,
+        start_ns: int,
+    ) -> None:
+        """Have a transfer, which has begun, checked and accounted for before it is seen as settled."""
+        with self._lock:
+            self._moving.add(transfer)
+
+        def finish(error: BaseException | None) -> BaseException | None:
+            nonlocal keep_alive
+            try:
+                error = check(error)
+            except MemoryError as failure:
+                error = failure
+            self._account(stage, ticket, start_ns, error)
+            keep_alive = None
+            self._landed(ticket)  # first, so that a waiter that discards has the space at once
+            return error
+
+        transfer.finish_with(finish, lambda: self._end(transfer))
+
     def _begin(self, ticket: Ticket | None = None) -> None:
         """A transfer is about to be in flight; of ``ticket``, if it is a read."""
         if self._guard.in_child:  # before the lock, which a thread left behind may hold
@@ -307,7 +370,7 @@ class Tier(ABC):
             self._in_flight += 1
 
     def _end(self, transfer: Transfer | None = None) -> None:
-        """Note that what ``_begin`` began is over, and that whoever waited for it knows."""
+        """Note that what ``_begin`` began is over, and that everyone that waited for it knows."""
         with self._lock:
             if transfer is not None:
                 self._moving.discard(transfer)
@@ -347,17 +410,14 @@ class Tier(ABC):
             self._discard(ticket.place)
 
     def _mismatch(self, ticket: Ticket, address: int) -> ChecksumError | None:
-        if ticket.checksum is None or self._checksum is None:
+        if ticket.checksum is None or self._verify == "off":
             return None
-        found = self._checksum(address, ticket.nbytes)
-        if found == ticket.checksum:
+        kind, expected = ticket.checksum
+        found = checksums.sum_of(kind, address, ticket.nbytes)
+        if found is None or found[1] == expected:
             return None
-        return ChecksumError(
-            f"{ticket.label}: {ticket.nbytes} bytes read back from tier {self.spec.name}"
-            f" ({self.spec.where}, {ticket.place}) have checksum {found:#018x}; the memory that was"
-            f" written had {ticket.checksum:#018x}, before the write and after it. The device or its"
-            " memory returned other bytes: it is faulty, stop using it"
-        )
+        facts = f"have checksum {found[1]:#018x}; the memory that was written had {expected:#018x}"
+        return self.damage(ticket, facts)
 
     def _account(
         self, stage: Stage, ticket: Ticket, start_ns: int, error: BaseException | None
@@ -383,13 +443,4 @@ def _source_changed(label: str, nbytes: int, spec: TierSpec) -> SourceChangedErr
         f"{label}: the memory of its {nbytes} bytes changed while it was written to tier {spec.name}"
         f" ({spec.where}); the device is not at fault: the program changes memory that autograd has"
         " saved, without autograd's knowledge, as through .data or a NumPy array that shares it"
-    )
-
-
-def _follow(inner: Transfer) -> Transfer:
-    """An unsettled transfer whose waiters steer ``inner``."""
-    return Transfer(
-        inner.nbytes,
-        cancel=lambda _: inner.cancel(),
-        promote=lambda _, priority: inner.promote(priority),
     )

@@ -12,14 +12,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import xxhash
 
-Checksum: TypeAlias = Callable[[int, int], int]
-"""Of live memory at an address, of a length in bytes; the interpreter's lock is released meanwhile."""
+Kind: TypeAlias = Literal["full", "off", "sampled"]
+"""How much of the bytes a checksum covers: all, none, or a sample."""
+
+Sum: TypeAlias = tuple[Kind, int]
+"""A checksum and its kind, which may differ from the present setting: a journal outlives it."""
 
 LINE_BYTES: Final = 64
 BLOCK_BYTES: Final = 4096
@@ -49,6 +51,8 @@ def sampled(address: int, nbytes: int) -> int:
     return digest.intdigest()
 
 
-def by_name(name: Literal["full", "off", "sampled"]) -> Checksum | None:
-    """The checksum that ``knobs.verify()`` names; None: there is none."""
-    return {"full": full, "sampled": sampled, "off": None}[name]
+def sum_of(kind: Kind, address: int, nbytes: int) -> Sum | None:
+    """Return a checksum of live memory, made without the interpreter's lock; None if it is off."""
+    if kind == "off":
+        return None
+    return kind, (full if kind == "full" else sampled)(address, nbytes)

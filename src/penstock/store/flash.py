@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeAlias
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, TransferError
@@ -13,10 +13,10 @@ from penstock.core.fs import check_directories, check_space
 from penstock.core.process import release_in_child
 from penstock.core.units import format_bytes
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
-from penstock.io.files import open_unlinked, open_unlinked_buffered
+from penstock.io.files import DirectFile, open_unlinked, open_unlinked_buffered
 from penstock.observe.recorder import Recorder
 from penstock.store.base import Tier, TierSpec
-from penstock.store.checksums import Checksum
+from penstock.store.checksums import Kind
 from penstock.store.joint import submit_all
 from penstock.store.slabs import UNIT_BYTES, SlabDirectory
 from penstock.store.striping import FlashPlace, StripedSpace
@@ -24,7 +24,68 @@ from penstock.store.striping import FlashPlace, StripedSpace
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
-class FlashTier(Tier):
+class FilePlace(Protocol):
+    """Place of bytes in files."""
+
+    def ranges(self, nbytes: int) -> Iterator[tuple[DirectFile, int, int]]:
+        """Yield file, offset and length of each part of ``nbytes``, in the order of memory."""
+
+
+class FileTier(Tier):
+    """Bytes in files; subclasses have the places.
+
+    Attributes:
+        engine: Moves the bytes. Transfers in flight end on the engine on which they began.
+    """
+
+    def __init__(
+        self,
+        spec: TierSpec,
+        *,
+        engine: Engine,
+        recorder: Recorder,
+        verify: Kind | None = None,
+    ) -> None:
+        """See ``Tier``."""
+        super().__init__(spec, recorder=recorder, verify=verify)
+        self.engine = engine
+
+    def _write(
+        self, place: FilePlace, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> Transfer:
+        return self._move("write", place.ranges(nbytes), address, keep_alive, priority)
+
+    def _read(
+        self, place: FilePlace, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> Transfer:
+        return self._move("read", place.ranges(nbytes), address, keep_alive, priority)
+
+    def _move(
+        self,
+        op: Op,
+        ranges: Iterable[tuple[DirectFile, int, int]],
+        address: int,
+        keep_alive: object,
+        priority: Priority,
+    ) -> Transfer:
+        requests = []
+        for file, offset_bytes, nbytes in ranges:
+            requests.append(
+                Request(
+                    op=op,
+                    file=file,
+                    offset_bytes=offset_bytes,
+                    address=address,
+                    nbytes=nbytes,
+                    keep_alive=keep_alive,
+                    priority=priority,
+                )
+            )
+            address += nbytes
+        return submit_all(self.engine, requests)
+
+
+class FlashTier(FileTier):
     """Spills to files in one or several directories.
 
     The files have no name and mode 0600: nothing remains, whatever ends the process. Space is
@@ -42,7 +103,7 @@ class FlashTier(Tier):
         recorder: Recorder,
         name: str = "flash",
         allow_memory_filesystem: bool = False,
-        checksum: Checksum | None = None,
+        verify: Kind | None = None,
     ) -> None:
         """Check the directories and open a file in each; claim no space yet.
 
@@ -55,7 +116,7 @@ class FlashTier(Tier):
             recorder: Gets counters and spans.
             name: As in plans, logs and traces.
             allow_memory_filesystem: Accept directories on tmpfs, where spilling saves no memory.
-            checksum: By which bytes are known again; the one that ``knobs.verify()`` names if None.
+            verify: How much checksums cover; as ``knobs.verify()`` says if None.
 
         Raises:
             ConfigError: A directory is missing, named twice, not writable or in memory, or the
@@ -80,8 +141,7 @@ class FlashTier(Tier):
             where=", ".join(paths),
             gpu_direct=engine.spec.gpu_direct,
         )
-        super().__init__(spec, recorder=recorder, checksum=checksum)
-        self._engine = engine
+        super().__init__(spec, engine=engine, recorder=recorder, verify=verify)
         self._space = StripedSpace(slabs, stripe_bytes=knobs.stripe_bytes())
         # a child's descriptors would keep the space taken after this process
         release_in_child(self._space, StripedSpace.close_files)
@@ -96,56 +156,14 @@ class FlashTier(Tier):
         """Bytes of the capacity in use: held bytes, each ticket's rounded up to 4 KiB."""
         return self._space.taken_bytes
 
-    def _write(
-        self, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> tuple[FlashPlace, Transfer]:
-        place = self._space.allocate(nbytes)
-        try:
-            return place, submit_all(
-                self._engine,
-                _requests(
-                    "write", place, address, nbytes, keep_alive=keep_alive, priority=priority
-                ),
-            )
-        except BaseException:
-            self._space.release(place)
-            raise
-
-    def _read(
-        self, place: FlashPlace, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> Transfer:
-        return submit_all(
-            self._engine,
-            _requests("read", place, address, nbytes, keep_alive=keep_alive, priority=priority),
-        )
+    def _allocate(self, nbytes: int) -> FlashPlace:
+        return self._space.allocate(nbytes)
 
     def _discard(self, place: FlashPlace) -> None:
         self._space.release(place)
 
     def _close(self) -> None:
         self._space.close()
-
-
-def _requests(
-    op: Op, place: FlashPlace, address: int, nbytes: int, *, keep_alive: object, priority: Priority
-) -> list[Request]:
-    requests = []
-    done = 0
-    for piece in place.pieces:
-        length = min(piece.nbytes, nbytes - done)
-        requests.append(
-            Request(
-                op=op,
-                file=piece.file,
-                offset_bytes=piece.offset_bytes,
-                address=address + done,
-                nbytes=length,
-                keep_alive=keep_alive,
-                priority=priority,
-            )
-        )
-        done += length
-    return requests
 
 
 def _quotas(capacity_bytes: int, paths: Sequence[str]) -> list[int]:

@@ -13,9 +13,10 @@ from penstock.core.units import format_bytes, round_down, round_up
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import PAGE_BYTES
 from penstock.observe.recorder import Recorder
-from penstock.store.arena import Arena, Block
+from penstock.store.arena import Arena
 from penstock.store.base import Tier, TierSpec
 from penstock.store.copier import Copier, CopyRange
+from penstock.store.pool import Block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,18 +86,13 @@ class HostTier(Tier):
         return self._taken_bytes
 
     def _write(
-        self, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> tuple[HostPlace, Transfer]:
-        place = self._take(nbytes)
+        self, place: HostPlace, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> Transfer:
         ranges = [
             CopyRange(block.address, address + start, length)
             for block, start, length in _parts(place, nbytes)
         ]
-        try:
-            return place, self._copier.submit(ranges, keep_alive, priority)
-        except BaseException:
-            self._discard(place)
-            raise
+        return self._copier.submit(ranges, keep_alive, priority)
 
     def _read(
         self, place: HostPlace, address: int, nbytes: int, keep_alive: object, priority: Priority
@@ -125,7 +121,7 @@ class HostTier(Tier):
             for block in place.blocks:
                 block.free()
 
-    def _take(self, nbytes: int) -> HostPlace:
+    def _allocate(self, nbytes: int) -> HostPlace:
         pages = round_up(nbytes, PAGE_BYTES)
         with self._space_lock:
             free = self.spec.capacity_bytes - self._taken_bytes
@@ -133,7 +129,7 @@ class HostTier(Tier):
                 raise self._no_space(nbytes, free, "of the tier's capacity; raise that")
             self._taken_bytes += pages
         try:
-            place = HostPlace(tuple(self._allocate(pages)))
+            place = HostPlace(tuple(self._blocks(pages)))
         except BaseException:
             with self._space_lock:
                 self._taken_bytes -= pages
@@ -142,8 +138,8 @@ class HostTier(Tier):
             self._places.add(place)
         return place
 
-    def _allocate(self, nbytes: int) -> list[Block]:
-        """Blocks of together ``nbytes``, as few and as long as halving finds."""
+    def _blocks(self, nbytes: int) -> list[Block]:
+        """Return blocks of together ``nbytes``, as few and as long as halving finds."""
         blocks: list[Block] = []
         try:
             self._fill(blocks, nbytes)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from penstock.core.errors import ClosedError, NoSpaceError, TransferError, free_space_bytes
 from penstock.core.locks import Lock
 from penstock.core.units import format_bytes, round_up
+from penstock.io.files import DirectFile
 from penstock.store.slabs import UNIT_BYTES, Extent, SlabDirectory, SlabPiece
 
 
@@ -28,6 +29,12 @@ class FlashPlace:
     """In the order of memory; the last may be longer than the data."""
     extents: tuple[tuple[SlabDirectory, Extent], ...]
     """Extents to return."""
+
+    def ranges(self, nbytes: int) -> Iterator[tuple[DirectFile, int, int]]:
+        """Yield file, offset and length of each part of ``nbytes``, in the order of memory."""
+        for piece in self.pieces:
+            yield piece.file, piece.offset_bytes, min(piece.nbytes, nbytes)
+            nbytes -= piece.nbytes
 
     def __str__(self) -> str:
         more = f" and {len(self.pieces) - 1} more" if len(self.pieces) > 1 else ""

@@ -125,10 +125,10 @@ class ThrottledTier(WrapperTier):
         self._stopping = False
 
     def _write(
-        self, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> tuple[Place, Transfer]:
-        place, transfer = self.inner._write(address, nbytes, keep_alive, priority)
-        return place, self._queue(transfer, "write", priority)
+        self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> Transfer:
+        transfer = self.inner._write(place, address, nbytes, keep_alive, priority)
+        return self._queue(transfer, "write", priority)
 
     def _read(
         self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority

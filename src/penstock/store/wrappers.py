@@ -32,7 +32,7 @@ class WrapperTier(Tier):
 
     def __init__(self, inner: Tier) -> None:
         """Wrap ``inner``, which from now on belongs to this tier."""
-        super().__init__(inner.spec, recorder=inner.recorder)
+        super().__init__(inner.spec, recorder=inner.recorder, verify=inner._verify)
         self.inner = inner
 
     @property
@@ -40,10 +40,13 @@ class WrapperTier(Tier):
         """Bytes of the capacity in use."""
         return self.inner.taken_bytes
 
+    def _allocate(self, nbytes: int) -> Place:
+        return self.inner._allocate(nbytes)
+
     def _write(
-        self, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> tuple[Place, Transfer]:
-        return self.inner._write(address, nbytes, keep_alive, priority)
+        self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> Transfer:
+        return self.inner._write(place, address, nbytes, keep_alive, priority)
 
     def _read(
         self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
@@ -109,13 +112,13 @@ class FaultyTier(WrapperTier):
             return sum(self._counts.values())
 
     def _write(
-        self, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> tuple[Place, Transfer]:
+        self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> Transfer:
         fails = self._mode != "corrupt" and self._is_due("write")
         if fails and self._mode == "raise":
             raise self._error
-        place, transfer = self.inner._write(address, nbytes, keep_alive, priority)
-        return place, self._spoil(transfer, address) if fails else transfer
+        transfer = self.inner._write(place, address, nbytes, keep_alive, priority)
+        return self._spoil(transfer, address) if fails else transfer
 
     def _read(
         self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
@@ -209,12 +212,12 @@ class LoggedTier(WrapperTier):
         self._log = log.append if isinstance(log, list) else log
 
     def _write(
-        self, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> tuple[Place, Transfer]:
+        self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> Transfer:
         self._log(LogEntry(what="write", nbytes=nbytes, priority=priority))
-        place, transfer = self.inner._write(address, nbytes, keep_alive, priority)
+        transfer = self.inner._write(place, address, nbytes, keep_alive, priority)
         self._log_end("write.done", transfer)
-        return place, transfer
+        return transfer
 
     def _read(
         self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
@@ -233,6 +236,8 @@ class LoggedTier(WrapperTier):
         self.inner.close()
 
     def _log_end(self, what: str, transfer: Transfer) -> None:
-        transfer.add_done_callback(
-            lambda done: self._log(LogEntry(what=what, nbytes=done.nbytes, error=done.error))
-        )
+        def log(error: BaseException | None) -> BaseException | None:
+            self._log(LogEntry(what=what, nbytes=transfer.nbytes, error=error))
+            return error
+
+        transfer.finish_with(log)

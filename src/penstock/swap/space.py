@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from penstock.observe.clients import SUSPENDED
 from penstock.observe.recorder import Recorder
-from penstock.store import checksums
 from penstock.store.base import Tier
 from penstock.store.engine import shared_engine
 from penstock.store.flash import FlashTier, StrPath
@@ -45,7 +44,7 @@ class SwapSpace:
             engine=shared_engine(),
             recorder=recorder,
             name=SUSPENDED,
-            checksum=checksums.full,
+            verify="full",
         )
         self.tier: Tier = wrap_tier(tier) if wrap_tier is not None else tier
 

@@ -17,8 +17,9 @@ from penstock.io.engine import Transfer
 from penstock.io.pages import PageRange
 from penstock.io.prefault import Prefault
 from penstock.staging import bytes_of, copy_across, ready_event
-from penstock.store.arena import Arena, Block
+from penstock.store.arena import Arena
 from penstock.store.base import Tier
+from penstock.store.pool import Block
 from penstock.swap.recall import Recall
 from penstock.swap.write_batch import (
     BUFFER_BYTES,
@@ -154,7 +155,7 @@ class SwapIn:
     def _read(self, batch: WriteBatch, wanted: Sequence[Part]) -> _Read:
         ticket, (swapped, pages, _) = batch.ticket, batch.parts[0]
         if len(batch.parts) > 1:
-            while (block := self._arena.allocate(BUFFER_BYTES)) is None:
+            while (block := self._arena.allocate(BUFFER_BYTES, force=True)) is None:
                 self._end()
             try:
                 transfer = self._tier.read(ticket, block.address, keep_alive=block)

@@ -20,8 +20,9 @@ import torch
 from penstock.io.engine import Priority
 from penstock.io.pages import PageRange, around, huge_pages_within
 from penstock.staging import bytes_of, copy_across, ready_event
-from penstock.store.arena import Arena, Block
+from penstock.store.arena import Arena
 from penstock.store.base import Ticket, Tier
+from penstock.store.pool import Block
 from penstock.swap.write_batch import (
     BUFFER_BYTES,
     BUFFERS,
@@ -67,7 +68,7 @@ class SwapOut:
         with closing(Arena(BUFFERS * BUFFER_BYTES, owner="suspend")) as arena:
             sent = deque[Ticket]()
             for parts in packed(small):
-                while (block := arena.allocate(BUFFER_BYTES)) is None:
+                while (block := arena.allocate(BUFFER_BYTES, force=True)) is None:
                     sent.popleft().written.wait()
                 sent.append(self._send_gathered(parts, block))
         for batch in self.batches:

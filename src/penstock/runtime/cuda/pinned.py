@@ -19,14 +19,14 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.core.locks import condition
-from penstock.core.units import format_bytes, round_up
+from penstock.core.units import format_bytes
 from penstock.io import numa
 from penstock.io.engine import Priority
-from penstock.io.mapping import PAGE_BYTES
 from penstock.runtime.cuda.lanes import StartThread, start_daemon
 from penstock.runtime.cuda.link import Link
 from penstock.store.account import Account
-from penstock.store.arena import Arena, Block
+from penstock.store.arena import Arena, lone_block
+from penstock.store.pool import Block
 
 PATIENCE_S: Final = 60.0
 _never_freed: Final[list[Arena]] = []
@@ -100,7 +100,7 @@ class Slab:
         self._link = link
         self._device = device
         self._name = name
-        self.arena = Arena(nbytes, budget=budget, owner=name, node=node_of(device))
+        self.arena = Arena(nbytes, account=budget, owner=name, node=node_of(device))
         if not self.arena.pretouch():
             self.arena.close()
             raise ConfigError(
@@ -155,11 +155,8 @@ class Slab:
         return None, True
 
     def beyond(self, nbytes: int) -> PinnedBlock:
-        """A buffer outside the slab, neither pinned nor charged: for a read that cannot do without."""
-        arena = Arena(round_up(nbytes, PAGE_BYTES), owner=f"{self._name}, beyond its size")
-        block = arena.allocate(nbytes)
-        assert block is not None, "a fresh arena has no room for its only block"
-        arena.close()  # as soon as the block is free again
+        """Return a buffer outside the slab, not pinned: for a read that cannot do without."""
+        block = lone_block(nbytes, owner=self._name)
         with self._wake:
             return self._add(block)
 

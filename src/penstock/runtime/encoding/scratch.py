@@ -143,7 +143,7 @@ class Scratch(ScratchSlots):
             BudgetError: The budget has not so much left.
         """
         super().__init__(nbytes, budget, slots=SLOTS, parts=_PARTS)
-        arena = Arena(SLOTS * self.slot_bytes, budget=budget, owner=SCRATCH)
+        arena = Arena(SLOTS * self.slot_bytes, account=budget, owner=SCRATCH)
         block = arena.allocate(SLOTS * self.slot_bytes)
         if block is not None:  # mapped from here on until the last slot is gone
             memory = block.lend(0, block.nbytes)
