@@ -83,13 +83,13 @@ def test_what_should_exist_once_does_not_become_more(survey, trees):
 
 @pytest.mark.parametrize(
     ("trip", "files", "hand_overs"),
-    [("activation", 29, 46), ("record", 26, 31), ("checkpoint", 25, 44)],
+    [("activation", 32, 50), ("record", 30, 42), ("checkpoint", 31, 58)],
 )
 def test_a_datums_way_does_not_become_longer(trip, files, hand_overs):
-    # On a busy machine a wait that is else not needed adds a file.
+    # A little above what is counted: on a busy machine a wait that is else not needed adds a file.
     found = script("trips").measure(trip)
-    assert 3 < len(found["files"]) <= files + 2
-    assert 3 < len(found["hand_overs"]) <= hand_overs + 4
+    assert 3 < len(found["files"]) <= files
+    assert 3 < len(found["hand_overs"]) <= hand_overs
 
 
 def test_the_readme_is_one_screen_and_a_half():

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 BATCH_BYTES = 1 << 20
-MOST_BYTES_PER_S = 8e9
+MOST_BYTES_PER_S = 1.6e10
 """That any side may deliver."""
 PEER = json.loads(sys.argv[1])["side"] if len(sys.argv) > 1 else ""
 """The folder of this side's own form."""

@@ -27,7 +27,7 @@ import _activations
 import _results
 from penstock.codec.kernels import exponent as kernels
 from penstock.optim.formats import State, form_of
-from penstock.optim.layout import make_tiles
+from penstock.optim.params import make_tiles
 from penstock.optim.squeeze import Squeezer, extent, slack_bytes
 
 NETWORKS = {

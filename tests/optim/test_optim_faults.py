@@ -3,6 +3,7 @@
 import copy
 import errno
 import os
+import time
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from penstock import (
     PenstockWarning,
     TransferError,
 )
-from penstock.io.threads import ThreadEngine
+from penstock.io.threads import Syscalls, ThreadEngine
 from penstock.optim import FlashAdamW, on_flash
 from penstock.testing.faults import Fail, FaultySyscalls
 from penstock.testing.shared_engine import shared_engine_replaced
@@ -133,6 +134,25 @@ def test_a_parameter_that_is_not_what_it_was_is_refused_before_anything_is_touch
     give_gradients(params, 1)
     a.step()
     a.close()
+
+
+def test_a_visitor_waits_for_a_slow_read(small):
+    """All records are on flash and none is being written: nothing else wakes it."""
+
+    class Slow(Syscalls):
+        def read(self, file, address, nbytes, offset):
+            time.sleep(0.02)
+            return super().read(file, address, nbytes, offset)
+
+    ours, theirs = parameters(), parameters()
+    with shared_engine_replaced(ThreadEngine(syscalls=Slow())):
+        a, b = FlashAdamW(ours, **small), torch.optim.AdamW(theirs, fused=True)
+        for step in range(2):
+            train(a, ours, steps=1, first=step)
+            train(b, theirs, steps=1, first=step)
+            a.rest()
+        assert_same(ours, theirs)
+        a.close()
 
 
 def test_frozen_and_thawed_parameters(small):

@@ -51,7 +51,7 @@ def backward(model, seed, scale=1.0):
 def land(model):
     """Wait until no gradient is in memory any more that has left it."""
     for grad in (p.grad for p in model.parameters()):
-        for ticket in list(grad.rest.tickets):
+        for ticket in list(grad.place.tickets):
             ticket.written.wait(10)
 
 
@@ -187,7 +187,7 @@ def test_a_view_of_a_gradient_is_one(small):
     assert grad[0, 3] == 7.0
     assert grad.norm() == grad.clone().norm()
     backward(model, 1)  # it stays, since that view may be in use
-    assert grad.rest.real is not None
+    assert grad.place.real is not None
     a.close()
 
 
@@ -218,9 +218,9 @@ def test_an_operator_that_has_changed_a_gradient_but_not_returned_harms_no_write
         backward(ours, 0)
         gate.wait_for_call()
         for p in ours.parameters():  # as an operator does before it returns
-            p.grad.rest.real.mul_(0.5)
+            p.grad.place.real.mul_(0.5)
         gate.open()
-        for ticket in [each for p in ours.parameters() for each in p.grad.rest.tickets]:
+        for ticket in [each for p in ours.parameters() for each in p.grad.place.tickets]:
             with suppress(SourceChangedError, CancelledError):
                 ticket.written.wait(10)
         backward(theirs, 0)
@@ -388,7 +388,7 @@ def test_a_gradient_that_changed_on_flash_is_found(small, monkeypatch):
     a = FlashSGD(model.parameters(), lr=0.1, gradient_memory=0, **small)
     backward(model, 0)
     land(model)
-    place = model[0].weight.grad.rest.tickets[0].place
+    place = model[0].weight.grad.place.tickets[0].place
     piece = place.pieces[0]
     descriptor = os.open(f"/proc/self/fd/{piece.file.fd}", os.O_WRONLY)
     os.pwrite(descriptor, b"?" * 4096, piece.offset_bytes)

@@ -14,7 +14,7 @@ from optim_runs import assert_same, assert_same_states, give_gradients, paramete
 from penstock import ChecksumError, ConfigError
 from penstock.optim import FlashAdamW, squeeze
 from penstock.optim.formats import State, form_of
-from penstock.optim.layout import make_tiles
+from penstock.optim.params import make_tiles
 from penstock.optim.squeeze import Squeezer, extent, slack_bytes, stretches
 
 # -- records ------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.optim import FlashAdamW
 from penstock.store import FlashTier
+from penstock.store.blob import ReservedTier
 from penstock.store.engine import shared_engine
-from penstock.store.reserved import ReservedTier
 from penstock.swap.space import SwapSpace
 from penstock.testing.engines import aligned
 from penstock.testing.power import PowerLossDisk

@@ -15,7 +15,7 @@ from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.testing.engines import aligned
 from penstock.store import FlashTier
-from penstock.store.reserved import ReservedTier
+from penstock.store.blob import ReservedTier
 
 kind, phase, *directories = sys.argv[1:]
 common = {"engine": ThreadEngine(4), "recorder": Recorder()}

@@ -11,7 +11,7 @@ from penstock.core.errors import ClosedError
 from penstock.io.engine import Engine, EngineSpec, Priority, Request, Transfer
 from penstock.io.files import open_unlinked
 from penstock.io.threads import ThreadEngine
-from penstock.store.joint import submit_all
+from penstock.store.blob import submit_all
 from penstock.testing.engines import aligned
 
 

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from penstock.core.fs import filesystem_of
 from penstock.core.process import call_in_child
+from penstock.observe.events import Stage
 from penstock.observe.recorder import Recorder
 
 OPTIMIZER: Final = "optimizer"
@@ -63,3 +65,36 @@ def open_recorder() -> Recorder | None:
     """Return the recorder of the open session, or ``None``."""
     refs = tuple(_open)
     return refs[0]() if refs else None
+
+
+class ClientRecorder(Recorder):
+    """Recorder of a client's tier: reports its transfers to the session that is open, and keeps nothing.
+
+    Transfers of files in memory wear no SSD, and are not reported.
+    """
+
+    def __init__(self, directory: str) -> None:
+        """Make a recorder for a tier whose files are in ``directory``."""
+        super().__init__(event_bytes=0)
+        self._is_in_memory = filesystem_of(directory).is_memory
+
+    def span(
+        self,
+        stage: Stage,
+        start_ns: int,
+        end_ns: int,
+        *,
+        nbytes: int = 0,
+        tier: str = "",
+        slot: str = "",
+        cause: str = "",
+    ) -> None:
+        """Report a transfer; ``slot`` is no slot of the session's plan, and left out."""
+        recorder = open_recorder()
+        if recorder is not None and not self._is_in_memory:
+            now_ns = recorder.clock.now_ns()
+            begun_ns = now_ns - (end_ns - start_ns)
+            recorder.span(stage, begun_ns, now_ns, nbytes=nbytes, tier=tier, cause=cause)
+
+    def level(self, memory: str, nbytes: int) -> None:
+        """Ignore a level: the session shows its own tiers' only."""

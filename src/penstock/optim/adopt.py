@@ -94,7 +94,7 @@ class Adoption:
                 self._tell(f"{name}: {text}")
 
     def _tell_once(self, text: str) -> None:
-        """Of small optimizers a script may make thousands."""
+        """Report a small optimizer once: a script may make thousands."""
         if self._tell is not None and not self._told_of_small:
             self._tell(text)
         self._told_of_small = True

@@ -15,7 +15,7 @@ TILE: Final = 1 << 20
 RING: Final = 8
 """Buffers at least: two being updated, three on their way in and three on their way out."""
 RING_BYTES: Final = 96
-"""Of the ring, for each parameter of a tile: eight records of Adam with whole masters, and more of
+"""Bytes of the ring for each parameter of a tile: eight records of Adam with whole masters, and more of
 those that are shorter, so that as many bytes are under way in every format."""
 
 
@@ -67,7 +67,7 @@ class StatesConfig:
     """Parameters in a tile, a multiple of 256."""
 
     seed: int = 0
-    """Of the random rounding in compact formats."""
+    """Seed of the random rounding in compact formats."""
 
     tbw: int | str | None = None
     """Bytes written that the SSD is rated for, as ``"600TB"``."""

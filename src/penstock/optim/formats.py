@@ -65,7 +65,7 @@ class Array:
     name: str
     packing: Packing
     dtype: torch.dtype
-    """Of its elements when unpacked."""
+    """Dtype of its elements when unpacked."""
     offset_bytes: int
     nbytes: int
 
@@ -132,8 +132,8 @@ def form_of(
         param_dtype: Of the group's parameters.
         states: What the optimizer keeps for each parameter, of which the dtypes are those beside
             the master.
-        with_master: Whether a parameter of 16 bits has a float32 master.
-        whole_master: Whether every bit of the master is kept, even where the weight has some: what
+        with_master: True if a parameter of 16 bits has a float32 master.
+        whole_master: True if every bit of the master is kept, even where the weight has some: what
             survives a crash, and what the host does not hold.
         where: Which group, for errors.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -15,12 +15,9 @@ from penstock.core.errors import TransferError
 from penstock.core.locks import Lock
 from penstock.core.units import MIB, round_up
 from penstock.io.engine import Engine, Transfer
-from penstock.io.traffic_report import reported
-from penstock.observe.clients import GRADIENTS
-from penstock.observe.recorder import Recorder
-from penstock.optim.layout import ParameterPiece, Tile
+from penstock.observe.clients import GRADIENTS, ClientRecorder
 from penstock.optim.offloaded_gradient import discard_all
-from penstock.optim.params import Param
+from penstock.optim.params import Param, ParameterPiece, Tile
 from penstock.staging import copy_across, ready_event
 from penstock.store.arena import Arena
 from penstock.store.base import Ticket
@@ -29,7 +26,7 @@ from penstock.store.flash import FlashTier
 TILES_AHEAD: Final = 4
 """Tiles whose gradients are on their way back, or there, besides those that are updated."""
 FLYING_BYTES: Final = 64 * MIB
-"""Of gradients on their way out, at most: their memory is not free yet."""
+"""Most bytes of gradients on their way out: their memory is not free yet."""
 
 
 class GradientRead:
@@ -72,7 +69,7 @@ class GradientSpill:
         tiles: Sequence[Tile],
         *,
         directories: Sequence[str],
-        engine: Callable[[], Engine],
+        engine: Engine,
         allow_memory_filesystem: bool,
     ) -> None:
         """See ``Gradients``."""
@@ -82,7 +79,8 @@ class GradientSpill:
         self._engine = engine
         self._allow_memory_filesystem = allow_memory_filesystem
         self._lock = Lock()
-        self._pieces: dict[int, list[ParameterPiece]] = {}  # by parameter
+        self._pieces: dict[int, list[ParameterPiece]] = {}  # by parameter, of the first tiles
+        self._known_tiles = 0
         self._tier: FlashTier | None = None
         self._arena: Arena | None = None
 
@@ -91,16 +89,22 @@ class GradientSpill:
         """Bytes on flash, or on their way there."""
         return 0 if self._tier is None else self._tier.held_bytes
 
-    def lay(self) -> None:
-        """Look up which tiles have a part of which parameter."""
-        self._pieces = {}
-        for tile in self._tiles:
-            for piece in tile.pieces:
-                self._pieces.setdefault(piece.param, []).append(piece)
-
     def pieces(self, param: int) -> list[ParameterPiece]:
         """Return the parts that tiles have of a parameter, in order."""
+        if self._known_tiles != len(self._tiles):
+            with self._lock:
+                for tile in self._tiles[self._known_tiles :]:
+                    for piece in tile.pieces:
+                        self._pieces.setdefault(piece.param, []).append(piece)
+                self._known_tiles = len(self._tiles)
         return self._pieces[param]
+
+    def use(self, engine: Engine) -> None:
+        """Use another engine from now on."""
+        with self._lock:
+            self._engine = engine
+            if self._tier is not None:
+                self._tier.engine = engine
 
     def open(self) -> FlashTier:
         """Return the tier. Raises TransferError, or NoSpaceError if not all gradients would fit."""
@@ -113,8 +117,8 @@ class GradientSpill:
                 self._tier = FlashTier(
                     self._directories,
                     capacity_bytes=needed,
-                    engine=self._engine(),
-                    recorder=Recorder(event_bytes=0),
+                    engine=self._engine,
+                    recorder=ClientRecorder(self._directories[0]),
                     name=GRADIENTS,
                     allow_memory_filesystem=self._allow_memory_filesystem,
                 )
@@ -149,14 +153,14 @@ class GradientSpill:
             for piece in self.pieces(param.index):
                 part = flat[piece.start : piece.stop]
                 what = f"elements {piece.start} to {piece.stop} of the gradient of parameter"
-                ticket = tier.write(
-                    part.data_ptr(),
-                    part.nbytes,
-                    keep_alive=flat,
-                    label=f"{what} {param.name}",
+                tickets.append(
+                    tier.write(
+                        part.data_ptr(),
+                        part.nbytes,
+                        keep_alive=flat,
+                        label=f"{what} {param.name}",
+                    )
                 )
-                tickets.append(ticket)
-                reported(ticket.written, "write", GRADIENTS, self._directories[0])
         except BaseException:
             discard_all(tier, tickets)
             raise
@@ -167,20 +171,12 @@ class GradientSpill:
         ticket = tickets[self.pieces(piece.param).index(piece)]
         memory = self._memory(ticket.window.nbytes)
         transfer = self.open().read(ticket, memory.ctypes.data, keep_alive=memory)
-        reported(transfer, "read", GRADIENTS, self._directories[0])
         return GradientRead(memory, ticket, transfer)
 
     def trim(self) -> None:
         """Free the memory that no gradient is in."""
         if self._arena is not None:
             self._arena.trim()
-
-    def reopen(self) -> None:
-        """Open another tier for the next gradient, if nothing is on this one."""
-        with self._lock:
-            if self._tier is not None and not self._tier.held_bytes:
-                self._tier.close()
-                self._tier = None
 
     def close(self) -> None:
         """Discard what is on flash. Idempotent."""

@@ -6,14 +6,14 @@
 2. Autograd adds to it in a later backward, or other code uses it: it is read, and settles again.
 3. ``begin`` and ``of_tile``, in a step: the parts that tiles need are read ahead, in the order of tiles.
 
-[Note: which gradients leave]
-    Backward accumulates in the same order each time, so of those that wait the latest is needed last in
-    the next backward. It is the one that leaves; the first ones of a backward stay, and are never
-    written. A step needs each of them once, whichever left.
+[Note: which gradients are offloaded]
+    Backward accumulates in the same order each time, so of the gradients that wait the latest is needed
+    last in the next backward. It is the one that is offloaded. The first ones of a backward stay, and are
+    never written. A step needs each of them once, wherever it is.
 
 [Note: gradients and faults]
-    A gradient is in memory until it is written. If it cannot be, it stays there, as do the others until
-    the next step, and there is a warning, once. If it cannot be read, whoever needs it gets the error.
+    A gradient is in memory until it is written. If it cannot be written, it stays there, as do the others
+    until the next step, and there is one warning. If it cannot be read, its user gets the error.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from penstock.core.locks import Lock
 from penstock.io.engine import Engine, Transfer
 from penstock.io.pages import trim_heap
 from penstock.optim.gradient_spill import FLYING_BYTES, TILES_AHEAD, GradientRead, GradientSpill
-from penstock.optim.layout import ParameterPiece, Tile
 from penstock.optim.offloaded_gradient import (
     GradientPlace,
     OffloadedGradient,
     ReplacedGradients,
     discard_all,
 )
-from penstock.optim.params import Param, flat_like
+from penstock.optim.params import Param, ParameterPiece, Tile, flat_like
 from penstock.staging import copy_across, ready_event
 from penstock.store.base import Ticket
 
@@ -56,12 +55,11 @@ class Gradients:
     """The gradients of one optimizer's parameters. Thread-safe.
 
     Attributes:
-        budget_bytes: What may wait in memory.
-        written: What has been written in all, in bytes.
-        written_in_step: What of that was written from the end of a step to the end of the next one, the
-            last; None: there was none.
-        is_used_now: Whether a parameter's gradient, which is being added to, is used as soon as that is
-            done, and need not leave before.
+        budget_bytes: Most bytes that wait in memory.
+        written: Bytes written in all.
+        written_in_step: Bytes written between the ends of the last two steps; None: there was no step.
+        is_used_now: Returns whether a parameter's gradient, which is being accumulated, is used as soon
+            as that is done, so that it need not be offloaded before.
     """
 
     def __init__(
@@ -71,19 +69,19 @@ class Gradients:
         *,
         budget_bytes: int,
         directories: Sequence[str],
-        engine: Callable[[], Engine],
+        engine: Engine,
         wants_norms: bool,
         allow_memory_filesystem: bool,
     ) -> None:
-        """Keep nothing yet.
+        """Make a storage without gradients.
 
         Args:
-            params: The optimizer's; more may come.
-            tiles: The same.
-            budget_bytes: What may wait in memory.
-            directories: Where the rest waits.
-            engine: Says what moves it.
-            wants_norms: Whether the norm of what leaves will be asked for.
+            params: Parameters of the optimizer; more may come.
+            tiles: Tiles of the optimizer; more may come.
+            budget_bytes: Most bytes that wait in memory.
+            directories: Directories in which the others wait.
+            engine: Moves them.
+            wants_norms: True if the norms of offloaded gradients are needed.
             allow_memory_filesystem: Accept a directory in memory.
         """
         self.budget_bytes = budget_bytes
@@ -111,12 +109,8 @@ class Gradients:
         self._grads: Mapping[int, Tensor] = {}
         self._begun: dict[int, dict[int, GradientRead]] = {}  # by tile and parameter
 
-    def lay(self) -> None:
-        """Take note of the tiles that there are."""
-        self._spill.lay()
-
     def listen(self) -> None:
-        """Have each gradient settle when it is accumulated."""
+        """Settle each gradient when it is accumulated."""
         for param in self._params:
             if param.index not in self._listening and param.tensor.requires_grad:
                 listen = param.tensor.register_post_accumulate_grad_hook
@@ -127,13 +121,13 @@ class Gradients:
         """Bytes that wait in memory and are not being written."""
         return sum(_bytes_in_memory(param.tensor.grad) for param in self._params)
 
-    def rest(self) -> None:
-        """Hold no memory but for gradients."""
+    def trim(self) -> None:
+        """Free memory that holds no gradient."""
         self._spill.trim()
 
-    def engine_changed(self) -> None:
-        """Use the present engine from now on, if nothing is on flash."""
-        self._spill.reopen()
+    def use(self, engine: Engine) -> None:
+        """Use another engine from now on."""
+        self._spill.use(engine)
 
     def close(self) -> None:
         """Discard what is on flash. Idempotent."""
@@ -146,23 +140,23 @@ class Gradients:
     # -- where a gradient rests -------------------------------------------------------------------
 
     def settle(self, param: Param) -> None:
-        """A parameter's gradient is there, or was added to: it leaves if there are too many."""
+        """Offload a parameter's gradient, which was accumulated, if too many wait in memory."""
         grad = param.tensor.grad
         if grad is None or isinstance(grad, OffloadedGradient) or param.index in self._replaced:
             return
-        if not self._must_leave(grad):
+        if not self._must_be_offloaded(grad):
             return
         flat = param.flat_grad()
         assert flat is not None
-        rest = GradientPlace(param.index, param.in_shape(flat))
-        if self._leave(rest):
+        place = GradientPlace(param.index, param.in_shape(flat))
+        if self._offload(place):
             nbytes = grad.nbytes
-            param.tensor.grad = OffloadedGradient(rest, self, param.tensor)
+            param.tensor.grad = OffloadedGradient(place, self, param.tensor)
             self._replaced.leaves(param.index)
             del grad, flat
             self._free_heap(nbytes)
 
-    def bring(self, rest: GradientPlace, *, values: bool = True) -> Tensor:
+    def bring(self, place: GradientPlace, *, values: bool = True) -> Tensor:
         """See ``GradientSource``. What was read is the caller's own.
 
         Raises:
@@ -170,10 +164,10 @@ class Gradients:
             ChecksumError: It is not what was written.
             ClosedError: The optimizer was closed.
         """
-        param, real = self._params[rest.param], rest.real
+        param, real = self._params[place.param], place.real
         if real is None:
-            flat = self._spill.empty(param.count, rest.dtype)
-            for piece, found in self._read_all(rest) if values else ():
+            flat = self._spill.empty(param.count, place.dtype)
+            for piece, found in self._read_all(place) if values else ():
                 flat[piece.start : piece.stop] = found
             real = param.in_shape(flat)
         device = param.tensor.device
@@ -184,27 +178,27 @@ class Gradients:
             real = param.in_shape(there)
         return real
 
-    def changed(self, rest: GradientPlace, real: Tensor) -> None:
-        """See ``GradientSource``. It settles anew."""
-        param = self._params[rest.param]
-        self._forget(rest)
-        rest.real, rest.norm = real, None
-        is_wanted = rest.stays or self.is_used_now(param)
-        if not is_wanted and self._must_leave(real):
-            self._leave(rest)
+    def changed(self, place: GradientPlace, real: Tensor) -> None:
+        """See ``GradientSource``. The gradient settles again."""
+        param = self._params[place.param]
+        self._forget(place)
+        place.real, place.norm = real, None
+        is_wanted = place.stays or self.is_used_now(param)
+        if not is_wanted and self._must_be_offloaded(real):
+            self._offload(place)
 
     def _free_heap(self, nbytes: int) -> None:
-        """So much was freed: now and then, have it given back to the system.
+        """Return freed memory to the system now and then.
 
-        glibc would keep it, and a gradient of the same length does not fit in its place: what aligned
-        memory needs beside it is not free.
+        glibc would keep it, although a gradient of the same length does not fit there: aligned memory
+        needs more bytes around it, which are not free.
         """
         self._freed += nbytes
         if self._freed >= FLYING_BYTES:
             self._freed = 0
             trim_heap()
 
-    def _must_leave(self, grad: Tensor) -> bool:
+    def _must_be_offloaded(self, grad: Tensor) -> bool:
         return (
             self._failure is None
             and grad.nbytes > LEAST_BYTES
@@ -212,31 +206,31 @@ class Gradients:
             and self.held_bytes > self.budget_bytes
         )
 
-    def _leave(self, rest: GradientPlace) -> bool:
-        """Begin to write what is in memory; false: it cannot be, and stays."""
-        assert rest.real is not None
-        param = self._params[rest.param]
-        flat = flat_like(rest.real, param.tensor)
+    def _offload(self, place: GradientPlace) -> bool:
+        """Begin to write a gradient; return false if that cannot be, and it stays."""
+        assert place.real is not None
+        param = self._params[place.param]
+        flat = flat_like(place.real, param.tensor)
         if self._wants_norms:
-            rest.norm = torch.linalg.vector_norm(flat)
-        self._let_land(flat.nbytes)
+            place.norm = torch.linalg.vector_norm(flat)
+        self._wait_for_room(flat.nbytes)
         try:
             flat = self._spill.take(flat)
-            rest.real = param.in_shape(flat)
+            place.real = param.in_shape(flat)
             tickets = self._spill.write(param, flat)
         except TransferError as error:
-            self._could_not(error)
+            self._note_failure(error)
             return False
         self.written += flat.nbytes
-        rest.hold(self._spill.open(), tickets)
-        me, it = weakref.ref(self), weakref.ref(rest)
+        place.hold(self._spill.open(), tickets)
+        me, it = weakref.ref(self), weakref.ref(place)
         for ticket in tuple(tickets):
-            ticket.written.add_done_callback(lambda done: _was_written(me, it, tickets, done))
+            ticket.written.add_done_callback(lambda done: _note_written(me, it, tickets, done))
         self._flying.extend(tickets)
         return True
 
-    def _let_land(self, nbytes: int) -> None:
-        """Wait until so much can go on its way out, too; tell of what could not be written."""
+    def _wait_for_room(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` more may be on their way out; warn of what could not be written."""
         most = max(0, FLYING_BYTES - nbytes)
         with suppress(IndexError):  # another thread was quicker
             while self._flying[0].written.done:
@@ -245,9 +239,9 @@ class Gradients:
                 with suppress(TransferError, CancelledError):
                     self._flying.popleft().written.wait()
         if self._failure is not None:
-            self._could_not(self._failure)
+            self._note_failure(self._failure)
 
-    def _could_not(self, error: BaseException) -> None:
+    def _note_failure(self, error: BaseException) -> None:
         self._failure = error
         if not self._is_told:
             self._is_told = True
@@ -258,16 +252,16 @@ class Gradients:
                 stacklevel=2,
             )
 
-    def _forget(self, rest: GradientPlace) -> None:
+    def _forget(self, place: GradientPlace) -> None:
         with self._lock:
-            tickets, rest.tickets = rest.tickets, []
+            tickets, place.tickets = place.tickets, []
         if tickets:
             discard_all(self._spill.open(), tickets)
 
     # -- what a step needs ------------------------------------------------------------------------
 
     def begin(self, order: Sequence[Tile], grads: Mapping[int, Tensor]) -> None:
-        """A step is about to use gradients, by parameter, tile by tile in this order."""
+        """Begin a step, which uses these gradients, by parameter, in this order of tiles."""
         self.listen()  # to parameters that were frozen before
         in_vain = self._replaced.judge(grads)
         if in_vain:
@@ -285,9 +279,9 @@ class Gradients:
             self._read_ahead()
 
     def end(self) -> None:
-        """The step is over, or was given up."""
+        """End a step, completed or not."""
         if self._failure is not None:
-            self._could_not(self._failure)
+            self._note_failure(self._failure)
             self._failure = None  # the next ones are tried again
         self.written_in_step = self.written - self._written_before
         self._written_before = self.written
@@ -322,9 +316,9 @@ class Gradients:
             return readings[piece.param].wait(grad.dtype), piece.start
         if not isinstance(grad, OffloadedGradient):
             return grad, 0
-        real = grad.rest.real
+        real = grad.place.real
         if real is None:  # it was written since
-            return self._spill.begin_read(grad.rest.tickets, piece).wait(grad.dtype), piece.start
+            return self._spill.begin_read(grad.place.tickets, piece).wait(grad.dtype), piece.start
         return flat_like(real, self._params[piece.param].tensor), 0
 
     def _read_ahead(self) -> None:
@@ -336,26 +330,26 @@ class Gradients:
         begun = {}
         for piece in tile.pieces:
             grad = grads.get(piece.param)
-            if isinstance(grad, OffloadedGradient) and grad.rest.real is None:
-                begun[piece.param] = self._spill.begin_read(grad.rest.tickets, piece)
+            if isinstance(grad, OffloadedGradient) and grad.place.real is None:
+                begun[piece.param] = self._spill.begin_read(grad.place.tickets, piece)
         return begun
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def _read_all(self, rest: GradientPlace) -> Iterator[tuple[ParameterPiece, Tensor]]:
+    def _read_all(self, place: GradientPlace) -> Iterator[tuple[ParameterPiece, Tensor]]:
         under_way: deque[tuple[ParameterPiece, GradientRead]] = deque()
-        for piece in self._spill.pieces(rest.param):
-            under_way.append((piece, self._spill.begin_read(rest.tickets, piece)))
+        for piece in self._spill.pieces(place.param):
+            under_way.append((piece, self._spill.begin_read(place.tickets, piece)))
             if len(under_way) > TILES_AHEAD:
                 first, reading = under_way.popleft()
-                yield first, reading.wait(rest.dtype)
+                yield first, reading.wait(place.dtype)
         for first, reading in under_way:
-            yield first, reading.wait(rest.dtype)
+            yield first, reading.wait(place.dtype)
 
 
-def _settling(keeper: Gradients, index: int) -> Callable[[Tensor], None]:
-    """A hook: a model does not keep its optimizers alive."""
-    me = weakref.ref(keeper)
+def _settling(source: Gradients, index: int) -> Callable[[Tensor], None]:
+    """Return a hook that settles a gradient; it does not keep the optimizer alive."""
+    me = weakref.ref(source)
 
     def accumulated(_: Tensor) -> None:
         mine = me()
@@ -365,9 +359,9 @@ def _settling(keeper: Gradients, index: int) -> Callable[[Tensor], None]:
     return accumulated
 
 
-def _was_written(
-    keeper: weakref.ref[Gradients],
-    resting: weakref.ref[GradientPlace],
+def _note_written(
+    source: weakref.ref[Gradients],
+    placed: weakref.ref[GradientPlace],
     tickets: list[Ticket],
     done: Transfer,
 ) -> None:
@@ -375,20 +369,20 @@ def _was_written(
 
     Where an operator is changing them in place, which it reports when it returns, they stay in memory.
     """
-    mine, rest = keeper(), resting()
-    if mine is None or rest is None:
+    mine, place = source(), placed()
+    if mine is None or place is None:
         return
     error = done.error
     with mine._lock:
-        if rest.tickets is not tickets:  # it was changed, or another piece has failed
+        if place.tickets is not tickets:  # it was changed, or another piece has failed
             return
         if error is None:
-            rest.unwritten -= 1
-            if rest.unwritten:
+            place.unwritten -= 1
+            if place.unwritten:
                 return
-            real, rest.real = rest.real, None
+            real, place.real = place.real, None
         else:
-            rest.tickets, rest.norm = [], None
+            place.tickets, place.norm = [], None
             if not isinstance(error, SourceChangedError):
                 mine._failure = error
     if error is not None:
@@ -402,5 +396,5 @@ def _bytes_in_memory(grad: Tensor | None) -> int:
         return 0
     if not isinstance(grad, OffloadedGradient):
         return grad.nbytes
-    rest = grad.rest
-    return 0 if rest.tickets or rest.real is None else rest.real.nbytes
+    place = grad.place
+    return 0 if place.tickets or place.real is None else place.real.nbytes

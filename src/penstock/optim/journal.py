@@ -5,7 +5,7 @@
     does not name, then waits for the device, then writes a new journal and waits again: only then is
     the step complete, and ``step`` returns. There are two journals, written in turn; each holds the
     whole truth about one step and a checksum of itself. So whenever the process is killed, the newer
-    journal that is whole names records that nobody has touched since. Newer is the one of the higher
+    journal that is whole names records that were not touched since. Newer is the one of the higher
     serial number, which is not the step: a state dict of an earlier step may be loaded. A journal that
     could not be waited for is emptied: it may be whole all the same, and its step did not count. One
     that is read may have been written by a process that was killed before it had waited: whoever goes

@@ -90,33 +90,33 @@ class ReplacedGradients:
 class GradientSource(Protocol):
     """Source of gradients that are on flash or in memory."""
 
-    def bring(self, rest: GradientPlace, *, values: bool = True) -> Tensor:
+    def bring(self, place: GradientPlace, *, values: bool = True) -> Tensor:
         """Return the values, read if they are not in memory, in the parameter's shape, on its device.
 
         Without ``values``, return memory for new ones.
         """
 
-    def changed(self, rest: GradientPlace, real: Tensor) -> None:
+    def changed(self, place: GradientPlace, real: Tensor) -> None:
         """Take ``real`` as the values from now on, in place of those on flash."""
 
 
 class OffloadedGradient(Tensor):
     """A gradient without memory, of its parameter's shape, strides and device."""
 
-    rest: GradientPlace
+    place: GradientPlace
     _source: weakref.ref[
         GradientSource
     ]  # the collector does not see what .grad holds, so no circle is closed
 
     @staticmethod
     def __new__(
-        cls: type[OffloadedGradient], rest: GradientPlace, source: GradientSource, model: Tensor
+        cls: type[OffloadedGradient], place: GradientPlace, source: GradientSource, model: Tensor
     ) -> OffloadedGradient:
         """Stand for a gradient of ``model``."""
         made: OffloadedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, model.shape, strides=model.stride(), dtype=rest.dtype, device=model.device
+            cls, model.shape, strides=model.stride(), dtype=place.dtype, device=model.device
         )
-        made.rest, made._source = rest, weakref.ref(source)
+        made.place, made._source = place, weakref.ref(source)
         return made
 
     @property
@@ -125,17 +125,17 @@ class OffloadedGradient(Tensor):
         found = self._source()
         if found is None:
             raise ClosedError(
-                f"the gradient of parameter {self.rest.param} was on flash, and its optimizer is gone;"
+                f"the gradient of parameter {self.place.param} was on flash, and its optimizer is gone;"
                 " set it to None, or keep the optimizer"
             )
         return found
 
-    def __init__(self, rest: GradientPlace, source: GradientSource, model: Tensor) -> None:
+    def __init__(self, place: GradientPlace, source: GradientSource, model: Tensor) -> None:
         """See ``__new__``."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Return a text without the values, which would have to be read."""
-        what = f"gradient of parameter {self.rest.param}"
+        what = f"gradient of parameter {self.place.param}"
         return f"OffloadedGradient({what}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
@@ -144,15 +144,15 @@ class OffloadedGradient(Tensor):
     ) -> Any:
         """Run an operation on the values. See [Note: transparent use]."""
         kwargs = kwargs or {}
-        if _is_norm(func, args, kwargs) and args[0].rest.norm is not None:
-            return args[0].rest.norm.clone()
+        if _is_norm(func, args, kwargs) and args[0].place.norm is not None:
+            return args[0].place.norm.clone()
         brought: dict[int, tuple[OffloadedGradient, Tensor]] = {}
         is_overwritten = func in _OVERWRITE and not any(each is args[0] for each in args[1:])
 
         def bring(grad: OffloadedGradient) -> Tensor:
             if id(grad) not in brought:
                 values = not (is_overwritten and grad is args[0])
-                brought[id(grad)] = grad, grad.source.bring(grad.rest, values=values)
+                brought[id(grad)] = grad, grad.source.bring(grad.place, values=values)
             return brought[id(grad)][1]
 
         values, named = tree_map_only(cls, bring, (args, kwargs))
@@ -160,14 +160,14 @@ class OffloadedGradient(Tensor):
         stands_for = {}
         for grad in _written(func, args, kwargs):
             real = brought[id(grad)][1]
-            grad.source.changed(grad.rest, real)
+            grad.source.changed(grad.place, real)
             stands_for[id(real)] = grad
         if _gives_views(func):
             for grad, real in brought.values():
-                grad.rest.stays = True
-                grad.source.changed(grad.rest, real)
+                grad.place.stays = True
+                grad.source.changed(grad.place, real)
         if _is_norm(func, args, kwargs):
-            args[0].rest.norm = out.clone()
+            args[0].place.norm = out.clone()
         return tree_map_only(Tensor, lambda each: stands_for.get(id(each), each), out)
 
 

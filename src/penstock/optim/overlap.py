@@ -1,21 +1,20 @@
-"""Tiles updated while backward goes on.
+"""Updates of tiles during backward.
 
-Autograd says of each parameter when its gradient was accumulated. When that of all parameters in a tile
-is final, the tile is updated in a thread, from records that were read while earlier layers were still
-at work. ``step`` updates what is left and waits.
+A hook of autograd reports when a parameter's gradient is accumulated. Once the gradients of all
+parameters in a tile are final, a thread updates the tile, from a record that was read while earlier
+layers computed. ``step`` updates the other tiles and waits.
 
 [Note: a weight that is updated during its backward]
-    A parameter's gradient is accumulated when every use of it in the graph has been gone through, so
-    nobody needs its old value any more, but for who uses it without its gradient (detached, in a
-    second forward for checkpointing). The parameter's version is raised before it is written to, so
-    autograd refuses such a use, as it does after any change in place. A gradient that comes once more
-    after it was used, or that is changed before ``step`` (clipping, unscaling), is an error: what was
-    done cannot be undone.
+    A parameter's gradient is accumulated after every use of it in the graph, so its old value is not
+    needed any more, except where it is used without its gradient (detached, or in a second forward for
+    checkpointing). The parameter's version is raised before it is written, so autograd refuses such a
+    use, as it does after any change in place. A gradient that is accumulated again after it was used, or
+    changed before ``step`` (clipping, unscaling), is an error: the update cannot be undone.
 
 [Note: gradients that are used up]
-    Where there is a budget for gradients, a gradient is given up as soon as all tiles of its parameter
-    are updated: ``.grad`` is None then, and must be in ``step``. Backward waits where too many of them
-    wait for their tiles.
+    With a budget for gradients, a gradient is dropped as soon as all tiles of its parameter are updated:
+    ``.grad`` is None then, and must be None in ``step``. Backward waits while too many gradients wait for
+    their tiles.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
 from penstock.optim.config import RING
-from penstock.optim.layout import Tile
-from penstock.optim.params import Param
+from penstock.optim.params import Param, Tile
 from penstock.optim.pool import wait_for_all
 from penstock.optim.states import FlashStates
 from penstock.optim.update import UpdatePass
@@ -242,7 +240,7 @@ class Overlap:
                     self._use_up(piece.param, step)
 
     def _use_up(self, index: int, step: UpdatePass) -> None:
-        """One more tile of a parameter is updated; after the last one nobody needs its gradient."""
+        """Count an updated tile of a parameter; drop its gradient after the last one."""
         if index not in self._used:
             return
         self._left[index] -= 1
@@ -334,7 +332,7 @@ def _check_alone(param: Param, mine: Overlap) -> None:
             return
         del other
         if not attempt:
-            gc.collect()  # one that nobody has any more may wait for that
+            gc.collect()  # it may be unreachable, and wait for that
     raise ConfigError(
         f"parameter {param.name} is updated in backward by another optimizer with overlap=True, and"
         " would be by both: close() that one first"

@@ -1,8 +1,19 @@
-"""Parameters as an optimizer on flash sees them: laid flat, with a number and what is kept in memory."""
+"""Parameters of an optimizer on flash, their groups, and the tiles that they are laid into.
+
+[Note: layout]
+    Each parameter is laid flat, in the order in which its elements lie in memory, and the parameters of
+    one kind (group, dtype, form) are laid end to end, each beginning at a multiple of ``UNIT``. That line
+    is cut into tiles of equal length, wherever the borders of the parameters are. A tile's states are one
+    record on flash: one sequential transfer.
+
+``Groups.lay`` finds by trial which states are kept (:mod:`probe`), and lays a group's parameters into
+tiles in a form (:mod:`formats`); ``Groups.add`` adds that group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +21,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.core.errors import ConfigError
+from penstock.core.units import round_up
+from penstock.optim.formats import UNIT, Array, Form, State, form_of, stepped_dtype
 from penstock.optim.offloaded_gradient import OffloadedGradient
+from penstock.optim.probe import KeptStates, ProbedOptimizer, probe
 
 
 class Param:
@@ -23,7 +37,7 @@ class Param:
         name: For messages.
         count: Its elements.
         scalars: What the optimizer keeps for it besides a value for each element.
-        has_state: Whether it was updated before.
+        has_state: True if it was updated before.
     """
 
     __slots__ = (
@@ -40,7 +54,7 @@ class Param:
     )
 
     def __init__(self, tensor: Tensor, *, group: int, index: int, name: str) -> None:
-        """Take note of a parameter.
+        """Describe a parameter.
 
         Raises:
             ConfigError: Its elements do not lie densely in memory, are not real floats, or are kept in
@@ -85,7 +99,7 @@ class Param:
             )
 
     def note(self) -> None:
-        """Remember that its value is what its master says."""
+        """Remember that its value is that of its master."""
         self._seen = self.tensor._version, self.tensor.data_ptr()
 
     @property
@@ -98,9 +112,9 @@ class Param:
         return flat_like(self.tensor.detach(), self.tensor)
 
     def flat_grad(self) -> Tensor | None:
-        """Its gradient in the same order; None: it has none. A copy only if it lies otherwise.
+        """Return its gradient in the same order, copied only if it lies otherwise; None: it has none.
 
-        One that is on flash is given as it is; who reads it there reads it in that order.
+        One on flash is returned as it is; it is read from there in that order.
 
         Raises:
             ConfigError: The gradient is sparse.
@@ -120,7 +134,7 @@ class Param:
         return flat_like(grad, self.tensor)
 
     def in_shape(self, flat: Tensor) -> Tensor:
-        """Values in the order of ``flat``, in the parameter's shape; shares memory."""
+        """Return values in the order of ``flat`` in the parameter's shape; they share memory."""
         return flat.as_strided(self.tensor.shape, self.tensor.stride())
 
     def _now(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
@@ -140,12 +154,12 @@ def check_is_plain(tensor: Any, name: str) -> None:
 
 
 def flat_like(tensor: Tensor, model: Tensor) -> Tensor:
-    """``tensor``, of the strides of the dense ``model``, as one line."""
+    """Return ``tensor``, which has the strides of the dense ``model``, as one line."""
     return tensor.as_strided((model.numel(),), (1,))
 
 
 def fresh_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that a step may change."""
+    """Return a copy that a step may change."""
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()}
 
 
@@ -161,3 +175,259 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+# -- tiles -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPiece:
+    """A range of one parameter's elements, in a tile."""
+
+    param: int
+    """Number of the parameter in the optimizer."""
+    start: int
+    stop: int
+    """Elements of the parameter, laid flat."""
+    at: int
+    """Offset in the tile; this and ``start`` are multiples of ``UNIT``."""
+
+    def cut(self, elements: int) -> Iterator[ParameterPiece]:
+        """Yield parts of at most ``elements`` elements, a multiple of ``UNIT``."""
+        for start in range(self.start, self.stop, elements):
+            stop = min(start + elements, self.stop)
+            yield ParameterPiece(self.param, start, stop, self.at + start - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Elements that are read, updated and written together."""
+
+    index: int
+    group: int
+    form: Form
+    elements: int
+    pieces: tuple[ParameterPiece, ...]
+    arrays: tuple[Array, ...]
+    record_bytes: int
+
+
+def make_tiles(
+    params: Sequence[tuple[int, int]], form: Form, *, group: int, first: int, elements: int
+) -> list[Tile]:
+    """Lay parameters of one kind into tiles.
+
+    Args:
+        params: Number and element count of each.
+        form: Of their records.
+        group: Number of their group.
+        first: Number of the first tile.
+        elements: Of a tile, a multiple of ``UNIT``; the last one is as long as it needs to be.
+    """
+    pieces: list[list[ParameterPiece]] = []
+    length = 0
+    for param, count in params:
+        start = 0
+        while start < count:
+            index, at = divmod(length, elements)
+            if index == len(pieces):
+                pieces.append([])
+            stop = min(count, start + elements - at)
+            pieces[index].append(ParameterPiece(param, start, stop, at))
+            length += round_up(stop - start, UNIT)
+            start = stop
+    tiles = []
+    for index, mine in enumerate(pieces):
+        size = min(elements, length - index * elements)
+        arrays = form.arrays(size)
+        record = form.record_bytes(size)
+        tiles.append(Tile(first + index, group, form, size, tuple(mine), arrays, record))
+    return tiles
+
+
+# -- groups ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """A group that was laid into tiles."""
+
+    params: list[Param]
+    tiles: list[Tile]
+    forms: list[Form]
+    kept: dict[torch.dtype, KeptStates]
+    initial: Mapping[str, Any]
+    """States that exist before a first step."""
+    format: str
+
+
+class Groups:
+    """States kept for the groups of one optimizer.
+
+    Attributes:
+        params: All parameters, by number.
+        tiles: All tiles, by number.
+        forms: The forms of each group's records.
+    """
+
+    def __init__(self, source: ProbedOptimizer) -> None:
+        """Begin without any group."""
+        self.params: list[Param] = []
+        self.tiles: list[Tile] = []
+        self.forms: list[list[Form]] = []
+        self._source = source
+        self._seen: list[Any] = []  # of each group, what may decide what is kept
+        self._laid: list[GroupLayout] = []
+
+    def lay(self, group: dict[str, Any]) -> GroupLayout:
+        """Lay a group of the optimizer into tiles, without adding it.
+
+        Raises:
+            ConfigError: The optimizer is not element-wise, or the format is not for these parameters.
+        """
+        number = len(self.forms)
+        config = self._source.config
+        group.setdefault("format", config.format)
+        where = f"{self._source.name}, group {number}"
+        if len(set(map(id, group["params"]))) < len(group["params"]):
+            raise ConfigError(f"{where}: a parameter is named twice; name each once")
+        new = [self._param(p, group, number, i) for i, p in enumerate(group["params"])]
+        options = options_of(group)
+        initial = self._source.initial(options)
+        kept: dict[torch.dtype, KeptStates] = {}
+        forms: list[Form] = []
+        tiles: list[Tile] = []
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
+        for param in new:
+            on_host = param.tensor.device.type == "cpu"
+            kinds.setdefault((param.tensor.dtype, on_host), []).append((param.index, param.count))
+        for (dtype, on_host), mine in kinds.items():
+            has_master = self._source.with_master or group["format"] != "exact" or not on_host
+            stepped = stepped_dtype(dtype, with_master=has_master)
+            kept[dtype] = probe(self._source, options, stepped, initial, where=where)
+            form = form_of(
+                group["format"],
+                dtype,
+                kept[dtype].states,
+                with_master=has_master,
+                whole_master=config.durable or not on_host,
+                where=where,
+            )
+            forms.append(form)
+            first = len(self.tiles) + len(tiles)
+            tiles += make_tiles(mine, form, group=number, first=first, elements=config.tile)
+        for param in new:
+            param.scalars = scalars_of(initial)
+        return GroupLayout(new, tiles, forms, kept, initial, group["format"])
+
+    def add(self, laid: GroupLayout) -> None:
+        """Add a group whose records have been laid out."""
+        self.params += laid.params
+        self.tiles += laid.tiles
+        self.forms.append(laid.forms)
+        self._laid.append(laid)
+        self._seen.append(_decisive(self._source.optimizer.param_groups[len(self._seen)]))
+
+    def kept(self, param: Param) -> KeptStates:
+        """Return the states that the optimizer keeps for a parameter."""
+        return self._laid[param.group].kept[param.tensor.dtype]
+
+    def kept_in(self, tile: Tile) -> KeptStates:
+        """Return the states that the optimizer keeps for the parameters in a tile."""
+        return self._laid[tile.group].kept[tile.form.param_dtype]
+
+    def initial_in(self, tile: Tile) -> Mapping[str, Any]:
+        """Return the states of a tile's parameters that exist before a first step."""
+        return self._laid[tile.group].initial
+
+    def initial_scalars(self, param: Param) -> dict[str, Any]:
+        """Return a parameter's scalars before its first step."""
+        return scalars_of(self._laid[param.group].initial)
+
+    def check(self) -> None:
+        """Raise ConfigError if parameters were exchanged or changed, or need more states."""
+        groups = self._source.optimizer.param_groups
+        now = [param for group in groups for param in group["params"]]
+        if len(now) != len(self.params) or any(
+            tensor is not param.tensor for tensor, param in zip(now, self.params, strict=True)
+        ):
+            for number, group in enumerate(groups):
+                for place, tensor in enumerate(group["params"]):
+                    check_is_plain(tensor, _name(tensor, group, number, place))
+            raise ConfigError(
+                "the parameters of a group were exchanged, taken away or added to by hand, and their"
+                " states cannot know: use add_param_group(), or make a new optimizer"
+            )
+        for param in self.params:
+            param.check()
+        for number, group in enumerate(groups):
+            seen = _decisive(group)
+            if seen != self._seen[number]:
+                where = f"{self._source.name}, group {number}"
+                for kept, wanted in self._options(number, group, where):
+                    if not set(wanted) <= set(kept):  # what is not needed any more is left as it is
+                        raise _other_states(where, kept, wanted)
+                self._seen[number] = seen
+
+    def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ConfigError if groups with these options would keep other states than there are."""
+        for number, group in enumerate(groups):
+            where = f"{self._source.name}, group {number} of the state dict"
+            for kept, wanted in self._options(number, group, where):
+                if wanted != kept:
+                    raise _other_states(where, kept, wanted)
+
+    def _options(
+        self, number: int, group: Mapping[str, Any], where: str
+    ) -> Iterator[tuple[tuple[State, ...], tuple[State, ...]]]:
+        """Yield the states kept for each kind of parameter in a group, and those with other options."""
+        laid = self._laid[number]
+        if group.get("format") != laid.format:
+            raise ConfigError(
+                f"{where}: its format is {group.get('format')!r} now, and its states are {laid.format!r};"
+                " that is chosen when a group is made"
+            )
+        for dtype, kept in laid.kept.items():
+            form = next(form for form in self.forms[number] if form.param_dtype == dtype)
+            options = options_of(group)
+            now = probe(self._source, options, form.master_dtype, laid.initial, where=where)
+            yield kept.states, now.states
+
+    def _param(self, tensor: Tensor, group: Mapping[str, Any], number: int, place: int) -> Param:
+        index = len(self.params) + place
+        name = _name(tensor, group, number, place)
+        return Param(tensor, group=number, index=index, name=name)
+
+
+def _name(tensor: Tensor, group: Mapping[str, Any], number: int, place: int) -> str:
+    """Return a parameter's name for messages."""
+    names = group.get("param_names")
+    name = repr(names[place]) if names else f"{place} of group {number}"
+    return f"{name} {tuple(tensor.shape)}"
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _other_states(where: str, kept: Sequence[State], now: Sequence[State]) -> ConfigError:
+    return ConfigError(
+        f"{where}: with its options {[s.name for s in now]} would be kept, and the optimizer was made to"
+        f" keep {[s.name for s in kept]}; make it with the same options"
+    )
+
+
+def _decisive(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options, and the format, that may decide which states are kept."""
+    switches = {
+        key: bool(value)
+        for key, value in options_of(group).items()
+        if value is None or isinstance(value, int | float)
+    }
+    return {**switches, "format": group.get("format")}
+
+
+def scalars_of(initial: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of the states that a parameter has once, not for each of its elements."""
+    return {k: v.clone() for k, v in initial.items() if isinstance(v, Tensor)}

@@ -51,7 +51,7 @@ class ProbedOptimizer:
 
     @property
     def name(self) -> str:
-        """Of the class."""
+        """Name of the class."""
         return self.cls.__name__
 
 

@@ -4,7 +4,7 @@
    longer than the record its buffer must be.
 2. ``Squeezer.squeeze``, in the thread that is about to write a record, leaves it at the end of its
    buffer, shorter; ``Squeezer.expand``, in the thread that is about to update it, puts it back.
-3. ``Squeezer.judge``, after each pass, says whether the next one squeezes (:mod:`squeeze_judge`).
+3. ``Squeezer.judge``, after each pass, says whether the next one squeezes.
 
 [Note: squeezing in place]
     A record is squeezed in the memory that it lies in, from its last block to its first, towards the end
@@ -14,6 +14,17 @@
 
 Stretches of floats are stored as payloads of the codec ``exponent``, the shorter of its two ways: [Note:
 format exponent] in :mod:`penstock.codec.exponent`. What is between them stays as it is.
+
+[Note: when squeezing pays]
+    If the threads that update tiles wait for flash longer than it takes to squeeze and expand what they
+    update, flash is the limit, and squeezing costs nothing. If they do not wait, cores may be the limit,
+    but need not be: waits are also short while another process uses the cores, or while flash is fast for
+    a moment. So waiting is only a hint: after some passes with it a few are made the other way, and the
+    faster way is kept for long. Passes without squeezing give the hint when threads wait longer than
+    it took. Squeezing stops if records shrink too little.
+
+    With updates in backward it is off: what it takes is taken from backward, which is not timed here. A
+    step of a GPT of 124 million parameters, whose update costs 0.4 s on two cores, lost another second.
 """
 
 from __future__ import annotations
@@ -22,6 +33,7 @@ import ctypes
 import functools
 import importlib
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,8 +44,7 @@ from numpy.typing import NDArray
 from penstock.core.locks import Lock
 from penstock.core.units import round_up
 from penstock.optim.formats import RECORD_BYTES, Array
-from penstock.optim.layout import Tile
-from penstock.optim.squeeze_judge import Judge
+from penstock.optim.params import Tile
 
 _BLOCK: Final = 512
 _HEAD_BYTES: Final = 4
@@ -47,7 +58,7 @@ class Stretch:
     start: int
     stop: int
     itemsize: int
-    """Of floats: 4 for float32, 2 for bfloat16; 0 for anything else."""
+    """Size of a float: 4 for float32, 2 for bfloat16; 0 for anything else."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -110,13 +121,13 @@ class Squeezer:
     """Squeezes the records of one optimizer, if that pays. Thread-safe.
 
     Attributes:
-        is_on: Whether records are squeezed now.
+        is_on: True if records are squeezed now.
     """
 
     def __init__(self, when: bool | None) -> None:
         """Always, never, or (None) when it pays."""
         self.is_on = when is not False
-        self._judge = Judge() if when is None else None
+        self._judge = SqueezeJudge() if when is None else None
         self._lock = Lock()
         self._spent_s = 0.0
         self._whole = self._squeezed = 0  # bytes, in this pass
@@ -184,7 +195,12 @@ class Squeezer:
             self._squeezed += squeezed
 
     def judge(self, *, took_s: float, waited_s: float) -> None:
-        """A pass is over, for which one has waited so long, and threads for flash; see ``Judge``."""
+        """Decide after a pass whether the next one squeezes; see ``SqueezeJudge``.
+
+        Args:
+            took_s: Time that the training thread waited for the pass.
+            waited_s: Time that the threads waited for flash.
+        """
         with self._lock:
             spent, self._spent_s = self._spent_s, 0.0
             whole, self._whole = self._whole, 0
@@ -209,3 +225,82 @@ def _move(memory: NDArray[np.uint8], source: int, target: int, nbytes: int) -> N
 @functools.cache
 def _kernels() -> Any:
     return importlib.import_module("penstock.codec.kernels.exponent")
+
+
+# -- whether it pays ---------------------------------------------------------------------------------
+
+
+_WORTH: Final = 0.97
+"""Above this share of the bytes it is given up."""
+_HINTS: Final = 3
+"""Passes in a row that must give the hint."""
+_TRIAL: Final = 2
+"""Passes of a trial that are timed; the one before them has other records to read."""
+_TRUST: Final = 64
+"""Passes for which the outcome of a trial stands."""
+
+
+class SqueezeJudge:
+    """Decides after each pass. Not thread-safe.
+
+    Attributes:
+        is_on: True if the next pass squeezes.
+    """
+
+    def __init__(self) -> None:
+        """Begin with compression on."""
+        self.is_on = True
+        self._took_s: dict[bool, deque[float]] = {way: deque(maxlen=3) for way in (True, False)}
+        self._untold = 2  # passes that say nothing
+        self._hints = 0
+        self._trust = 0
+        self._is_trial = False
+        self._cost_s = 0.0
+
+    def passed(
+        self, *, took_s: float, waited_s: float, spent_s: float, whole: int, squeezed: int
+    ) -> None:
+        """A pass is over.
+
+        Args:
+            took_s: What the step was waited for.
+            waited_s: What threads have waited for flash, while the step was waited for.
+            spent_s: What they have spent on squeezing and expanding.
+            whole: Bytes that were written, before they were squeezed.
+            squeezed: And after.
+        """
+        if self._untold:
+            self._untold -= 1
+            return
+        self._took_s[self.is_on].append(took_s)
+        if self.is_on and whole:
+            self._cost_s = spent_s
+            if squeezed >= _WORTH * whole:
+                self._cost_s = float("inf")  # no wait is that long
+                self._is_trial = False
+                self._turn(False)
+                return
+        if self._is_trial:
+            self._conclude()
+            return
+        self._trust -= 1
+        is_hint = waited_s < spent_s / 4 if self.is_on else waited_s > self._cost_s
+        self._hints = self._hints + 1 if is_hint else 0
+        if self._hints >= _HINTS and self._trust <= 0:
+            self._is_trial = True
+            self._turn(not self.is_on)
+
+    def _conclude(self) -> None:
+        if len(self._took_s[self.is_on]) < _TRIAL:
+            return
+        self._is_trial = False
+        self._trust = _TRUST
+        is_better = min(self._took_s[True]) < min(self._took_s[False])
+        if is_better != self.is_on:
+            self._turn(is_better)
+
+    def _turn(self, on: bool) -> None:
+        self.is_on = on
+        self._took_s[on].clear()
+        self._untold = 1
+        self._hints = 0

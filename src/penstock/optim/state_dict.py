@@ -22,8 +22,7 @@ from penstock.io.traffic_report import written
 from penstock.observe.clients import OPTIMIZER
 from penstock.optim import packing
 from penstock.optim.formats import MASTER, Array
-from penstock.optim.layout import ParameterPiece, Tile
-from penstock.optim.params import Param, fresh_scalars
+from penstock.optim.params import Param, ParameterPiece, Tile, fresh_scalars
 from penstock.optim.states import FlashStates
 from penstock.staging import copy_across, ready_event
 

@@ -1,6 +1,6 @@
 """States of one optimizer on flash: layout, steps over the tiles, and their commit.
 
-1. ``add_group`` lays a group's parameters into tiles (:mod:`groups`) and reserves places for their
+1. ``add_group`` lays a group's parameters into tiles (:mod:`params`) and reserves places for their
    records (:mod:`store`); ``begin``, after the last of them, opens the journal.
 2. ``step`` updates (:mod:`update`) every tile that has a gradient, in alternating order
    (:mod:`pipeline`), or has :mod:`overlap` finish what backward began; then it commits the step to the
@@ -26,15 +26,12 @@ from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
 from penstock.core.process import fork_guard
 from penstock.io.engine import Engine
 from penstock.optim import packing
-from penstock.optim.buffers import RecordBuffer
 from penstock.optim.config import RING, RING_BYTES
 from penstock.optim.formats import MASTER
 from penstock.optim.gradients import Gradients, Share
-from penstock.optim.groups import Groups, options_of
 from penstock.optim.journal import Journal, JournalEntry
-from penstock.optim.layout import Tile
-from penstock.optim.params import fresh_scalars
-from penstock.optim.pipeline import TilePipeline
+from penstock.optim.params import Groups, Tile, fresh_scalars, options_of
+from penstock.optim.pipeline import RecordBuffer, TilePipeline
 from penstock.optim.pool import make_pool, wait_for_all
 from penstock.optim.probe import ProbedOptimizer
 from penstock.optim.squeeze import Squeezer, slack_bytes
@@ -110,7 +107,7 @@ class FlashStates:
                 self.tiles,
                 budget_bytes=config.gradient_bytes,
                 directories=config.directories,
-                engine=lambda: self._engine,
+                engine=self._engine,
                 wants_norms=config.clip_norm is not None,
                 allow_memory_filesystem=config.allow_memory_filesystem,
             )
@@ -130,8 +127,6 @@ class FlashStates:
         self._retire_pipeline()
         self.store.add(laid.tiles)
         self.groups.add(laid)
-        if self.gradients is not None:
-            self.gradients.lay()
 
     def begin(self, overlap: Callable[[FlashStates], BackwardUpdates]) -> None:
         """Open the journal and listen to backward, as configured, now that there are all groups.
@@ -516,7 +511,7 @@ class FlashStates:
         self.check_usable()
         self._retire_pipeline()
         if self.gradients is not None:
-            self.gradients.rest()
+            self.gradients.trim()
 
     def _retire_pipeline(self) -> None:
         """Free the buffers; the next ones may be more, or longer."""
@@ -530,7 +525,7 @@ class FlashStates:
         """Have what moves from now on go through ``wrap(engine)``; neither of the two is closed."""
         self._engine = self.store.files.engine = wrap(self._engine)
         if self.gradients is not None:
-            self.gradients.engine_changed()
+            self.gradients.use(self._engine)
 
     def close(self) -> None:
         """Wait for what is in flight, and free everything; the states are gone. Idempotent."""

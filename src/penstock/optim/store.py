@@ -1,7 +1,7 @@
 """Records of an optimizer's tiles on flash: which one is the newest, how long it is, what it must be.
 
 [Note: records]
-    A record has one place, or two where steps are durable (:mod:`penstock.store.reserved`). A record that
+    A record has one place, or two where steps are durable (:mod:`penstock.store.blob`). A record that
     was squeezed (:mod:`squeeze`) takes the beginning of its place. Its length is kept in memory, and its
     checksum in the tier's ticket; the journal has both.
 """
@@ -14,15 +14,13 @@ from typing import Final
 
 from penstock.core.errors import ChecksumError, TransferError
 from penstock.io.engine import Engine, Priority, Transfer
-from penstock.io.traffic_report import reported
-from penstock.observe.clients import OPTIMIZER
-from penstock.observe.recorder import Recorder
+from penstock.observe.clients import OPTIMIZER, ClientRecorder
 from penstock.optim.config import StatesConfig
-from penstock.optim.layout import Tile
+from penstock.optim.params import Tile
 from penstock.optim.squeeze import extent
 from penstock.store.base import Ticket, Tier
+from penstock.store.blob import ReservedPlace, ReservedTier
 from penstock.store.checksums import Sum
-from penstock.store.reserved import ReservedPlace, ReservedTier
 
 _REMEDY: Final = ", and load a state dict or continue from the last durable step"
 
@@ -69,7 +67,7 @@ class RecordStore:
         self._files = ReservedTier(
             config.directories,
             engine=engine,
-            recorder=Recorder(event_bytes=0),
+            recorder=ClientRecorder(config.directories[0]),
             name=OPTIMIZER,
             remedy=_REMEDY,
             allow_memory_filesystem=config.allow_memory_filesystem,
@@ -120,10 +118,9 @@ class RecordStore:
         copy = self._copies[tile.index, self._slot(tile)]
         start, nbytes = extent(tile, copy.squeezed_bytes)
         self.read += nbytes
-        transfer = self.tier.read(
+        return self.tier.read(
             copy.ticket, address + start, keep_alive=keep_alive, priority=Priority.PREFETCH
         )
-        return reported(transfer, "read", OPTIMIZER, self._files.directories[0])
 
     def start_write(
         self, tile: Tile, address: int, keep_alive: object, squeezed_bytes: int
@@ -158,7 +155,7 @@ class RecordStore:
                 self._newest[tile.index] = slot
 
         ticket.written.add_done_callback(note)
-        return reported(ticket.written, "write", OPTIMIZER, self._files.directories[0])
+        return ticket.written
 
     def damage(self, tile: Tile, facts: str) -> ChecksumError:
         """Return the error that a tile's newest record is not what was written."""
@@ -205,7 +202,7 @@ class RecordStore:
         self._committed = dict(self._newest)
 
     def protect(self, places: Mapping[int, RecordPlace]) -> None:
-        """Protect records that a journal names from the next writes, though nobody reads them."""
+        """Protect records that a journal names from the next writes, though they are not read."""
         self._committed = {index: place.slot for index, place in places.items()}
 
     def restore(self, places: Mapping[int, RecordPlace], tiles: Sequence[Tile]) -> None:

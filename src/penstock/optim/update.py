@@ -44,11 +44,10 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.units import round_up
 from penstock.optim import compact_adam, packing
-from penstock.optim.buffers import RecordBuffer
 from penstock.optim.formats import MASTER, UNIT, Array
 from penstock.optim.gradients import Share
-from penstock.optim.layout import ParameterPiece, Tile
-from penstock.optim.params import Param, fresh_scalars
+from penstock.optim.params import Param, ParameterPiece, Tile, fresh_scalars
+from penstock.optim.pipeline import RecordBuffer
 from penstock.optim.probe import KeptStates, ProbedOptimizer, raw_step, workhorse
 from penstock.staging import copy_across, pinned
 
@@ -63,9 +62,9 @@ class UpdatePass:
     """Values that all tiles of one step share."""
 
     number: int
-    """Of the step; with the seed it decides the random rounding."""
+    """Number of the step; with the seed it decides the random rounding."""
     options: Sequence[Mapping[str, Any]]
-    """Of each group, without the parameters."""
+    """Options of each group, without the parameters."""
     grads: dict[int, Tensor]
     """By the parameter's number: its gradient, laid flat. Those without one are left alone."""
     factor: Tensor | None
@@ -320,7 +319,7 @@ class _Work:
     initial: Mapping[str, Any]
 
     def grad(self, piece: ParameterPiece) -> Tensor:
-        """Of a piece of the tile, or a part of one."""
+        """Return the gradient of a piece of the tile, or of a part of one."""
         elements, first = self.grads[piece.param]
         return elements[piece.start - first : piece.stop - first]
 

@@ -14,9 +14,9 @@ class StepWear:
     """Bytes written by steps."""
 
     state_bytes_per_step: int
-    """Of states, when every parameter has a gradient and records are as long as last time."""
+    """Bytes of states, when every parameter has a gradient and records are as long as last time."""
     gradient_bytes_per_step: int
-    """Of gradients, in the last step; before the first one, if every parameter has one, once."""
+    """Bytes of gradients, in the last step; before the first one, if every parameter has one, once."""
     tbw_bytes: int | None
     """Bytes that the SSD is rated to endure."""
     planned_steps: int | None

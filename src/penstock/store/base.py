@@ -6,7 +6,7 @@
 2. Before the data are needed the runtime allocates memory of ``ticket.window.nbytes`` whose address
    is a multiple of ``tier.spec.granule_bytes``, and calls :meth:`Tier.read`, as often as it likes.
    The data then lie ``ticket.window.skew`` bytes into that memory.
-3. When nobody can need them any more it calls :meth:`Tier.discard`, once, at any time.
+3. When they are not needed any more it calls :meth:`Tier.discard`, once, at any time.
 4. :meth:`Tier.close` ends everything.
 
 The public methods are not overridden: they do alignment, checksums, counters and spans. A tier

@@ -3,86 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Sequence
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, TransferError
 from penstock.core.fs import check_directories, check_space
 from penstock.core.process import release_in_child
 from penstock.core.units import format_bytes
-from penstock.io.engine import Engine, Op, Priority, Request, Transfer
-from penstock.io.files import DirectFile, open_unlinked, open_unlinked_buffered
+from penstock.io.engine import Engine
+from penstock.io.files import open_unlinked, open_unlinked_buffered
 from penstock.observe.recorder import Recorder
-from penstock.store.base import Tier, TierSpec
+from penstock.store.base import TierSpec
+from penstock.store.blob import FileTier, StrPath
 from penstock.store.checksums import Kind
-from penstock.store.joint import submit_all
 from penstock.store.slabs import UNIT_BYTES, SlabDirectory
 from penstock.store.striping import FlashPlace, StripedSpace
-
-StrPath: TypeAlias = str | os.PathLike[str]
-
-
-class FilePlace(Protocol):
-    """Place of bytes in files."""
-
-    def ranges(self, nbytes: int) -> Iterator[tuple[DirectFile, int, int]]:
-        """Yield file, offset and length of each part of ``nbytes``, in the order of memory."""
-
-
-class FileTier(Tier):
-    """Bytes in files; subclasses have the places.
-
-    Attributes:
-        engine: Moves the bytes. Transfers in flight end on the engine on which they began.
-    """
-
-    def __init__(
-        self,
-        spec: TierSpec,
-        *,
-        engine: Engine,
-        recorder: Recorder,
-        verify: Kind | None = None,
-    ) -> None:
-        """See ``Tier``."""
-        super().__init__(spec, recorder=recorder, verify=verify)
-        self.engine = engine
-
-    def _write(
-        self, place: FilePlace, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> Transfer:
-        return self._move("write", place.ranges(nbytes), address, keep_alive, priority)
-
-    def _read(
-        self, place: FilePlace, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> Transfer:
-        return self._move("read", place.ranges(nbytes), address, keep_alive, priority)
-
-    def _move(
-        self,
-        op: Op,
-        ranges: Iterable[tuple[DirectFile, int, int]],
-        address: int,
-        keep_alive: object,
-        priority: Priority,
-    ) -> Transfer:
-        requests = []
-        for file, offset_bytes, nbytes in ranges:
-            requests.append(
-                Request(
-                    op=op,
-                    file=file,
-                    offset_bytes=offset_bytes,
-                    address=address,
-                    nbytes=nbytes,
-                    keep_alive=keep_alive,
-                    priority=priority,
-                )
-            )
-            address += nbytes
-        return submit_all(self.engine, requests)
 
 
 class FlashTier(FileTier):

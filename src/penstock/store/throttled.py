@@ -75,7 +75,7 @@ class ThrottledTier(WrapperTier):
     """Emulates a slower SSD: a transfer ends no earlier than the slow device would have ended it.
 
     Each direction is a channel (or both share one) that transfers take in turns. The tier inside
-    begins its work at once; the transfer settles, and with it its source is let go, when that work
+    begins its work at once; the transfer settles, and its source is released, when that work
     is done *and* latency plus bytes over bandwidth have passed since its turn came. What waits for
     its turn can be cancelled and promoted. One thread keeps the time, and sleeps in between.
     """

@@ -33,7 +33,7 @@ from penstock.core.garbage_collector import without_collection
 from penstock.io import pages as memory
 from penstock.observe.recorder import Recorder
 from penstock.store.base import Tier
-from penstock.store.flash import StrPath
+from penstock.store.blob import StrPath
 from penstock.swap.recall import Recall
 from penstock.swap.space import SwapSpace
 from penstock.swap.state import SuspendableStorage, storages_of, tensors_of
