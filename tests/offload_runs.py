@@ -18,6 +18,7 @@ from penstock.io.engine import Transfer
 from penstock.observe.recorder import Stage
 from penstock.plan import Machine
 from penstock.runtime.movers import RESTORED
+from penstock.runtime.storage import Residency
 from penstock.store.wrappers import WrapperTier
 
 MACHINE = Machine(
@@ -47,6 +48,32 @@ def slots(session):
 def held_bytes(session, tier="flash"):
     """Bytes that a tier holds, or that are on their way in."""
     return session.inspect().tiers[tier].held_bytes
+
+
+def movable(session):
+    """Saved storages that can be moved, by their address."""
+    entries = tuple(session.executor._table.entries.items())
+    return {key: saved for key, saved in entries if saved.recorded}
+
+
+def kept_storages(session):
+    """Saved storages that are KEPT, in the order of saving."""
+    passes = tuple(session.executor._table.kept_passes)
+    return [
+        saved for each in passes for saved in each.live.values() if saved.state is Residency.KEPT
+    ]
+
+
+def small_storages(session):
+    """Saved storages that are SMALL."""
+    entries = tuple(session.executor._table.entries.values())
+    return [saved for saved in entries if saved.state is Residency.SMALL]
+
+
+def promote_kept(session):
+    """Make everything that is KEPT ready to be moved."""
+    with session.executor._lock:
+        session.executor._table.promote_all()
 
 
 def written_bytes(session, tier="flash"):

@@ -14,8 +14,12 @@ from penstock.checkpoint import Checkpointer, Saving, directory
 from penstock.checkpoint.background import TensorSnapshot
 from penstock.checkpoint.fresh import Fresh
 from penstock.core.units import MIB
-from penstock.io.threads import ThreadEngine
+from penstock.io.engine import Priority
+from penstock.io.threads import Syscalls, ThreadEngine
+from penstock.observe.recorder import Recorder
+from penstock.store.flash import FlashTier
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
+from penstock.testing.shared_engine import shared_engine_replaced
 
 SIZE = 600_000  # more than all buffers of a small store hold
 
@@ -122,6 +126,74 @@ def test_a_step_waits_for_what_is_over_the_budget(budget, gate, disk_path):
         assert (saving.copied_bytes > 0) is (budget != 0)
         ours.wait()
         check(ours.load(), before)
+
+
+class NotedEngine(ThreadEngine):
+    """Notes the priorities of what is submitted."""
+
+    def __init__(self, syscalls):
+        super().__init__(1, syscalls=syscalls)
+        self.priorities = []
+
+    def submit(self, request):
+        self.priorities.append(request.priority)
+        return super().submit(request)
+
+
+def test_a_save_beside_training_gives_way_until_training_waits_for_it(gate, disk_path):
+    engine = NotedEngine(gate)
+    _, _, state = trained()
+    with Checkpointer(disk_path, store=small_store(make_engine=lambda: engine)) as ours:
+        ours.save(1, state, wait=False)
+        gate.wait_for_call()
+        while len(engine.priorities) < 4:  # its buffers are full before the first is written
+            time.sleep(0.001)
+        waiter = threading.Thread(target=ours.wait)
+        waiter.start()
+        while not ours._saving[0]._awaited:
+            time.sleep(0.001)
+        before = len(engine.priorities)
+        gate.open()
+        waiter.join(60)
+    assert set(engine.priorities[:before]) == {Priority.BACKGROUND}
+    assert set(engine.priorities[before + 1 :]) == {Priority.PREFETCH}
+
+
+def test_a_save_that_is_waited_for_does_not_give_way(disk_path):
+    engine = NotedEngine(Syscalls())
+    with Checkpointer(disk_path, store=small_store(make_engine=lambda: engine)) as ours:
+        ours.save(1, trained()[2])
+    assert set(engine.priorities) == {Priority.PREFETCH}
+
+
+def test_a_demand_overtakes_a_save_in_the_same_engine(gate, disk_path):
+    """One call at a time: the read comes after the call that was under way, before all other blocks."""
+    source = torch.arange(4096, dtype=torch.uint8).repeat(2)
+    start = -source.data_ptr() % 4096
+    held = source[start : start + 4096]
+    with shared_engine_replaced(ThreadEngine(1, syscalls=gate)) as engine:
+        tier = FlashTier(
+            disk_path,
+            capacity_bytes=64 * MIB,
+            engine=engine,
+            recorder=Recorder(event_bytes=0),
+        )
+        gate.let_through()
+        ticket = tier.write(held.data_ptr(), 4096, keep_alive=source, label="a")
+        ticket.written.wait(60)
+        with Checkpointer(disk_path / "saved", store=small_store()) as ours:
+            ours.save(1, trained()[2], wait=False)
+            while sum(call.op == "write" for call in gate.calls) < 2:
+                time.sleep(0.001)
+            target = torch.empty_like(source)
+            address = -(-target.data_ptr() // 4096) * 4096
+            read = tier.read(ticket, address, keep_alive=target, priority=Priority.DEMAND)
+            gate.let_through(2)
+            read.wait(60)
+            assert [call.op for call in gate.calls[1:3]] == ["write", "read"]
+            gate.open()
+            ours.wait()
+        tier.close()
 
 
 def test_what_has_been_read_is_not_copied(gate, disk_path):

@@ -19,6 +19,7 @@ from penstock import staging
 from penstock.checkpoint import Saving
 from penstock.io.engine import Transfer
 from penstock.optim import gradients as gradients_module
+from penstock.optim.pipeline import TilePipeline
 from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.direct_inbound import DirectInbound, DirectRead
 from penstock.runtime.cuda.direct_outbound import DirectOutbound, Leaving
@@ -65,6 +66,7 @@ def install() -> None:
     tiers()
     direct()
     gradients()
+    records()
     pieces()
     savings()
 
@@ -363,13 +365,21 @@ def _over(order: AccessOrder, moved: Leaving | DirectRead) -> None:
 
 
 def gradients() -> None:
-    """Who counts the last piece of a gradient as written frees its memory, and knows of the others."""
-    _around(gradients_module, "_was_written", _counted)
+    """Counting the last piece of a gradient as written frees its memory, knowing of the others."""
+    _around(gradients_module, "_note_written", _counted)
 
 
 def _counted(order: AccessOrder, _: object, __: object, tickets: list[Any], ___: object) -> None:
     order.hand_over(_key(tickets))
     order.take_over(_key(tickets))
+
+
+def records() -> None:
+    """Whoever is given a buffer of records, or finds all settled, knows what the engine's thread knew."""
+    for name in ("_was_read", "_was_written"):
+        _around(TilePipeline, name, lambda order, self, *_: order.hand_over(_key(self)))
+    for name in ("_wait_for", "_settle"):
+        _around(TilePipeline, name, None, lambda order, _, self, *__: order.take_over(_key(self)))
 
 
 def pieces() -> None:

@@ -12,7 +12,7 @@ from offload_runs import Trace, session_in
 from penstock.core.units import MIB
 from penstock.plan import Action
 from penstock.runtime.cuda.link import CudaLink
-from penstock.runtime.traffic import SAVED
+from penstock.runtime.table import SAVED
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from offload_runs import assert_nothing_held, same_bits, wait_for_writes
+from offload_runs import assert_nothing_held, same_bits, small_storages, wait_for_writes
 from penstock.hooks.handles import CopiedHandle, ForeignHandle, KeptHandle, MovedHandle, SmallHandle
 from penstock.hooks.saved_tensors import COMPACT_SHARE, TINY_BYTES
-from penstock.runtime.traffic import SAVED, SMALL
+from penstock.runtime.table import SAVED, SMALL
 
 LARGE = 4096
 FLOOR = 8192
@@ -79,7 +79,7 @@ def test_what_is_kept_is_not_charged(session):
 def test_what_is_small_is_charged_until_its_last_handle_dies(session):
     tensor = torch.ones(1500)
     packed = [session.hooks.pack(tensor), session.hooks.pack(tensor[3:])]
-    assert len(session.executor.small.table) == 1
+    assert len(small_storages(session)) == 1
     assert session.budget.used_by(SMALL) >= 6000
     packed.pop()
     assert session.budget.used_by(SMALL) >= 6000

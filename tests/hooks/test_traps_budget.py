@@ -13,6 +13,7 @@ from offload_runs import (
     assert_nothing_held,
     assert_within_budget,
     counted,
+    movable,
     read_bytes,
     same_bits,
     slots,
@@ -24,7 +25,7 @@ from penstock.core.units import KIB, MIB
 from penstock.observe.recorder import StallCause
 from penstock.runtime.movers import RESTORED
 from penstock.runtime.storage import Residency
-from penstock.runtime.traffic import SAVED
+from penstock.runtime.table import SAVED
 
 
 def test_trap_29_pack_waits_rather_than_exceed_the_budget(session_for):
@@ -195,7 +196,7 @@ def test_trap_29_a_retained_graph_may_be_evicted_unless_it_is_in_use(session_for
     with session_for(policy="keep", device_memory="5MiB") as session:
         loss = (weight * 2).pow(2).sum()
         loss.backward(retain_graph=True)
-        (saved,) = session.executor._by_storage.values()
+        (saved,) = movable(session).values()
         used = loss.grad_fn.next_functions[0][0]._saved_self
         room = session.executor._room
         with pytest.raises(BudgetError, match=f"beside {MIB} that cannot be moved away now"):
@@ -219,7 +220,7 @@ def test_trap_29_a_mask_is_in_use_too(session_for):
     with session_for(policy="keep", device_memory="5MiB") as session:
         loss = (weight * (leaf(64 * LARGE).detach() * 2)).sum()
         loss.backward(retain_graph=True)
-        (saved,) = session.executor._by_storage.values()
+        (saved,) = movable(session).values()
         used = loss.grad_fn.next_functions[0][0]._saved_other
         room = session.executor._room
         with pytest.raises(BudgetError, match=f"beside {MIB} that cannot be moved away now"):

@@ -11,6 +11,7 @@ from offload_runs import (
     assert_nothing_held,
     assert_within_budget,
     counted,
+    movable,
     read_bytes,
     same_bits,
     wait_for_writes,
@@ -21,8 +22,8 @@ from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Stage
 from penstock.plan import Action
 from penstock.runtime.storage import Residency
-from penstock.runtime.traffic import SAVED
-from penstock.runtime.traffic import SMALL as SMALL_OWNER
+from penstock.runtime.table import SAVED
+from penstock.runtime.table import SMALL as SMALL_OWNER
 from penstock.store.wrappers import WrapperTier
 
 # -- 17: needed while it is written ----------------------------------------------------------------
@@ -182,7 +183,7 @@ def test_trap_17_a_tensor_can_be_read_the_moment_it_is_written(session_for):
     session, made = gated(session_for, "write")
     with session:
         loss = (weight * 2).pow(2).sum()
-        (saved,) = session.executor._by_storage.values()
+        (saved,) = movable(session).values()
         over = threading.Event()
         saved.ticket.written.add_done_callback(lambda _: over.wait(20))  # runs after ours
         opener = threading.Thread(target=made[0].open, args=["write"])

@@ -18,6 +18,9 @@ from offload_runs import (
     assert_nothing_held,
     counted,
     gradients,
+    kept_storages,
+    movable,
+    promote_kept,
     read_bytes,
     same_bits,
     wait_for_writes,
@@ -384,13 +387,12 @@ def test_trap_31_what_the_plan_keeps_is_not_spilled_while_it_is_filled(session_f
     with session_for(policy="keep", device_memory="64MiB") as session:
         for _ in range(3):  # the first one is profiled
             result = F.rrelu(x * 2, training=True).sum()
-            kept = list(session.executor.kept.table.values())
+            kept = kept_storages(session)
             result.backward()
         assert kept, "the plan keeps nothing"
         result = F.rrelu(x * 2, training=True)
-        with session.executor._lock:
-            session.executor.kept.promote_all()
-        saved = list(session.executor._by_storage.values())
+        promote_kept(session)
+        saved = list(movable(session).values())
         assert [each.complete for each in saved].count(False) == 1, "the noise, and not the input"
         session.hooks.operators_returned()
         assert all(each.complete for each in saved)

@@ -28,7 +28,7 @@ from offload_runs import (
     wait_until,
 )
 from penstock.observe.recorder import Stage, StallCause
-from penstock.runtime.traffic import SAVED
+from penstock.runtime.table import SAVED
 
 # -- 6: unpack as often as you like ----------------------------------------------------------------
 

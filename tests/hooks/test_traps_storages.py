@@ -1,7 +1,6 @@
 """Rules 4, 5, 26 to 28: a storage moves once, is known while it lives, and returns as it was."""
 
 import weakref
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from trap_runs import ITEM, LARGE, SMALL, flow_count, leaf, storage_key
 from offload_runs import (
     assert_nothing_held,
     gradients,
+    movable,
     read_bytes,
     same_bits,
     wait_for_writes,
@@ -182,19 +182,11 @@ def test_trap_05_a_key_alone_proves_nothing(session_for):
     with session_for(policy="keep") as session:
         old, new = torch.ones(LARGE), torch.ones(LARGE)
         packed = session.hooks.pack(old)
-        table = session.executor._by_storage
-        find = partial(
-            session.executor.find,
-            origin=packed.saved.record.origin,
-            view=packed,
-            sign_only=False,
-        )
-        table[storage_key(new)] = packed.saved
-        assert find(new.untyped_storage(), old, old._version) is None
-        assert find(old.untyped_storage(), old, old._version) is packed.saved
-        packed.saved.handles -= 1  # ``find`` has made the caller another handle
-        packed.saved.pending -= 1
-        del table[storage_key(new)]
+        table = session.executor._table
+        table.entries[storage_key(new)] = packed.saved
+        assert table.find(new.untyped_storage(), old, old._version) is None
+        assert table.find(old.untyped_storage(), old, old._version) is packed.saved
+        del table.entries[storage_key(new)]
 
 
 def test_trap_27_a_key_never_outlives_its_storage(session_for):
@@ -209,13 +201,13 @@ def test_trap_27_a_key_never_outlives_its_storage(session_for):
             activation = weight * (round_ + 1)
             losses.append((activation * activation).sum())
             del activation
-            for key, saved in tuple(session.executor._by_storage.items()):
+            for key, saved in tuple(movable(session).items()):
                 source = saved.source()
                 assert source is None or source._cdata == key
             if len(losses) > 8:
                 losses.pop(0).backward()
         wait_for_writes(session)
-        assert all(each.source() is not None for each in session.executor._by_storage.values())
+        assert all(each.source() is not None for each in movable(session).values())
         losses.clear()
         assert_nothing_held(session)
 

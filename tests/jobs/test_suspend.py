@@ -955,7 +955,7 @@ def test_what_is_no_memory_of_the_host_goes_as_a_whole_and_has_its_bytes_again(s
 
 def test_little_of_it_is_in_the_host_at_once(suspended_wholly, monkeypatch):
     for each in (swap_out, swap_in):
-        monkeypatch.setattr(each, "STAGED_BYTES", 3 * MIB // 2)
+        monkeypatch.setattr(each, "STAGED_BYTES", 5 * MIB // 2)
     tensors = [torch.randn(MIB // 4) for _ in range(5)]
     expected = [each.clone() for each in tensors]
     write, read, sent, waiting, back = Tier.write, Tier.read, [], [], []

@@ -15,7 +15,7 @@ from penstock.plan import Action
 from penstock.runtime.cuda.allowance import LIMIT, Allowance
 from penstock.runtime.cuda.link import Allocated
 from penstock.runtime.encoding.scratch import SCRATCH
-from penstock.runtime.traffic import SAVED
+from penstock.runtime.table import SAVED
 from penstock.store.account import Account
 
 TOTAL = 160 * MIB

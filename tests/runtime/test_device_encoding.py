@@ -31,7 +31,7 @@ from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.encoding.mover import AnyEncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH as OWNER
-from penstock.runtime.movers import RESTORED, Mover
+from penstock.runtime.movers import RESTORED, Mover, StreamOrder
 from penstock.runtime.storage import Encoding
 from penstock.store import FlashTier
 from penstock.store.account import Account
@@ -467,7 +467,8 @@ def test_closed_with_everything_in_flight():
 
 def test_what_movers_do_the_one_around_them_hands_on_or_does_itself():
     """Nothing is left as it is in movers in general."""
-    said = {name for name in vars(Mover) if not name.startswith("_")} - {"runs_behind"}
+    named = {*vars(Mover), *vars(StreamOrder)}
+    said = {name for name in named if not name.startswith("_")} - {"runs_behind"}
     assert {"use", "drain", "frees", "rest"} < said
     assert said <= set(vars(AnyEncodingMover))
     assert DeviceEncodingMover.runs_behind == CudaMover.runs_behind

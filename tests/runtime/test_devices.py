@@ -16,7 +16,7 @@ from penstock.observe.events import Mark
 from penstock.plan import Action
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.devices import Devices
-from penstock.runtime.traffic import SAVED
+from penstock.runtime.table import SAVED
 
 SECOND = torch.device("cuda", 1)
 ROWS, WIDTH, LAYERS = 128, 1024, 6

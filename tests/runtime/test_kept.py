@@ -12,6 +12,8 @@ from offload_runs import (
     assert_within_budget,
     counted,
     gradients,
+    movable,
+    promote_kept,
     read_bytes,
     same_bits,
     slots,
@@ -72,7 +74,6 @@ def test_what_the_plan_keeps_is_only_counted(session_for):
         del loss
         assert_nothing_held(session)
         assert not kept_of(session)
-        assert not session.executor.kept.table
 
 
 def test_they_go_when_room_is_needed(session_for):
@@ -228,8 +229,7 @@ def test_trap_1_a_kept_tensor_that_was_modified_is_found_out(session_for, promot
             value = start * 1.5
             loss = value.sin().sum()
             if promoted and session.executor.orders.kept:
-                with session.executor._lock:
-                    session.executor.kept.promote_all()
+                promote_kept(session)
             if change:
                 value.mul_(2.0)
             return loss
@@ -256,8 +256,7 @@ def test_a_storage_at_two_versions_is_two(session_for, promoted):
         if session is not None:
             assert len(kept_of(session)) == 2
             if promoted:
-                with session.executor._lock:
-                    session.executor.kept.promote_all()
+                promote_kept(session)
         found = gradients(late, [weight])[0]
         with pytest.raises((InPlaceError, RuntimeError), match="modified by an inplace"):
             early.backward()
@@ -279,8 +278,7 @@ def test_a_graph_can_be_walked_twice(session_for, promoted):
         loss = chain(start)
         loss.backward(retain_graph=True)
         if promoted:
-            with session.executor._lock:
-                session.executor.kept.promote_all()
+            promote_kept(session)
         start.grad = None
         loss.backward()
         assert same_bits(start.grad, expected[0])
@@ -325,13 +323,12 @@ def test_promotion_while_others_unpack(session_for):
 
         def disturb():
             while not done.is_set():
-                with executor._lock:
-                    executor.kept.promote_all()
-                    victims = [
-                        saved
-                        for saved in tuple(executor._by_storage.values())
-                        if saved.state is Residency.RESIDENT
-                    ]
+                promote_kept(session)
+                victims = [
+                    saved
+                    for saved in movable(session).values()
+                    if saved.state is Residency.RESIDENT
+                ]
                 for saved in victims:
                     executor._room._evict(saved)
 

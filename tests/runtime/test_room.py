@@ -6,13 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.core.errors import BudgetError
-from penstock.core.locks import Lock
 from penstock.core.units import MIB
 from penstock.observe.clock import RealClock
 from penstock.observe.recorder import Recorder
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.room import Eviction
-from penstock.runtime.traffic import SAVED
+from penstock.runtime.table import SAVED, StorageTable
 from penstock.store.account import Account
 
 ARENA = "arena"
@@ -26,11 +25,11 @@ class Rig:
         assert self.budget.try_take(4 * MIB, SAVED)
         assert self.budget.try_take(4 * MIB, ARENA)
         self.trimmed = []
-        lock = Lock()
+        table = StorageTable(self.budget)
+        table.promote_all = lambda: pytest.fail("nothing that is kept has to go")
         self.traffic = SimpleNamespace(
-            lock=lock,
+            table=table,
             closed=False,
-            changed=threading.Condition(lock),
             writing=1,
             writing_bytes=4 * MIB,
             write_ns_per_byte=write_ns_per_byte,
@@ -43,7 +42,6 @@ class Rig:
             budget=self.budget,
             traffic=self.traffic,
             recorder=Recorder(),
-            promote_kept=lambda: pytest.fail("nothing that is kept has to go"),
             time=self.time,
         )
 
@@ -53,10 +51,10 @@ class Rig:
         return nbytes
 
     def end_write(self):
-        with self.traffic.lock:
+        with self.traffic.table.lock:
             self.budget.free(4 * MIB, SAVED)
             self.traffic.writing = self.traffic.writing_bytes = 0
-            self.traffic.changed.notify_all()
+            self.traffic.table.changed.notify_all()
 
     def take(self, nbytes):
         self.room.take(nbytes, "test", name="it", of_pass=None, saved=None)
@@ -110,8 +108,8 @@ def test_memory_of_other_products_is_waited_for(monkeypatch):
     rig = Rig(write_ns_per_byte=0.0, touch_ns_per_byte=0.0, parent=memory)
     rig.end_write()
     rig.budget.free(4 * MIB, ARENA)
-    rig.room._promote_kept = lambda: None
-    vars(rig.traffic).update(give_spare=int, restored={}, tiers={}, failed=False, reading=0)
+    rig.traffic.table.promote_all = lambda: None
+    vars(rig.traffic).update(restored={}, tiers={}, failed=False, reading=0)
     rig.traffic.mover.trim = lambda nbytes: 0
     memory.force(12 * MIB, "a checkpoint")
     rig.budget.force(3 * MIB, SAVED)

@@ -9,6 +9,10 @@
     before the hook returns. Everything else in the state (buffers, generators, averages) may change at
     any moment, and the same is done with it before ``save`` returns. A tensor that is changed all the
     same is noticed by its version, and the save fails: a checkpoint is of one moment or is not.
+
+[Note: priority of a save]
+    Blocks are written with the priority BACKGROUND, so that reads of backward and writes of activations
+    overtake them. As soon as training waits for the save, the blocks that follow have a higher priority.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ from penstock.checkpoint.store import Saved
 from penstock.core.errors import CheckpointError, PenstockError, PenstockWarning
 from penstock.core.locks import condition
 from penstock.core.units import MIB
+from penstock.io.engine import Priority
 from penstock.store.engine import shared_engine
+from penstock.store.window import TransferWindow
 
 PIECE_BYTES: Final = 2 * MIB
 """Bytes copied at once: a huge page, and less than a block."""
@@ -163,6 +169,8 @@ class Saving:
         self._budget_bytes = budget_bytes
         self._changed = condition()
         self._released = (0, 0)
+        self._window: TransferWindow[Any] | None = None
+        self._awaited = False
         self._reading: TensorSnapshot | None = None
         self._over = False
         self._saved: Saved | None = None
@@ -200,6 +208,7 @@ class Saving:
     def wait(self) -> Saved:
         """Wait until it is durable. Raises as :func:`penstock.checkpoint.save`."""
         start = time.perf_counter()
+        self._hurry()
         self._thread.join()
         self.stall_s += time.perf_counter() - start
         self._let_go()
@@ -220,7 +229,15 @@ class Saving:
         mine = frozenset(map(id, sources))
         with self._changed:
             while not self._over and (self._released < needed or id(self._reading) in mine):
+                if self._released < needed:
+                    self._hurry()
                 self._changed.wait()
+
+    def _hurry(self) -> None:
+        """Raise the priority of the writes that follow; see [Note: priority of a save]."""
+        self._awaited = True
+        if self._window is not None:
+            self._window.priority = Priority.PREFETCH
 
     def _copy_from_the_end(self, sources: Sequence[TensorSnapshot]) -> tuple[int, int]:
         """Up to where the tensors must have been read by the thread that writes."""
@@ -260,6 +277,13 @@ class Saving:
         with self._changed:
             self._reading = None
             self._changed.notify_all()
+
+    def begins(self, window: TransferWindow[Any]) -> None:
+        """Note that the writes go through a window."""
+        window.priority = Priority.BACKGROUND
+        self._window = window
+        if self._awaited:  # since before there was a window, or just now
+            self._hurry()
 
     def released(self, file: int, end: int) -> None:
         """Of a file, by its number, the bytes before ``end`` are not read any more."""

@@ -7,7 +7,6 @@ import ctypes
 from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.manifest import FileEntry
 from penstock.checkpoint.streams import BlockWrites, digest
-from penstock.io.engine import Transfer
 from penstock.io.files import DirectFile
 from penstock.store.pool import Block
 
@@ -18,7 +17,6 @@ class Blocks:
     Attributes:
         nbytes: How long the file is so far.
         differs: Whether a block is not as in the base.
-        transfers: Those of the blocks that were sent.
     """
 
     def __init__(
@@ -40,7 +38,6 @@ class Blocks:
         """
         self.nbytes = header_bytes
         self.differs = False
-        self.transfers: list[Transfer] = []
         self._out = out
         self._size = block_bytes
         self._first = header_bytes // block_bytes
@@ -103,7 +100,7 @@ class Blocks:
         nbytes = min(self._size, self.nbytes - begin)
         found = self._sums[index] = digest(block.address, nbytes)
         if self._file is not None:
-            self.transfers.append(self._out.send(self._file, begin, nbytes, block))
+            self._out.send(self._file, begin, nbytes, block)
             return
         self._out.give(block)
         self.differs |= index >= len(self._known) or self._known[index] != found

@@ -121,7 +121,7 @@ class CheckpointStore:
             facts: What its manifest says of it.
             base: An earlier checkpoint, whose unchanged files are kept.
             encoder: Makes frames of tensors.
-            watcher: Told which bytes are not read any more.
+            watcher: Observer of the writes.
             regions: What is in each file; that of the plans if None.
             buffers_bytes: What may be on its way at once.
             reuse: Whether to write over the spare's files if there is a spare; not with a base.

@@ -1,13 +1,13 @@
-"""Between tensors and files, block by block, through a few buffers of huge pages.
+"""Transfers between tensors and files, block by block, through a few buffers of huge pages.
 
-One thread fills a buffer, takes its checksum and hands it to the engine, and fills the next; or takes the
-checksum of one that has come and empties it. Both take a fraction of the time that the device needs for
-the same bytes, so the device never waits, and no more than the buffers is ever held.
+One thread fills a buffer, computes its checksum, submits it, and fills the next; or computes the checksum
+of a buffer that was read, and empties it. Both take a fraction of the time that the device needs for the
+same bytes, so the device never waits, and no memory but the buffers is held.
 
 [Note: few buffers]
-    What is copied to a buffer is read again at once, by the checksum and by the device. All buffers
-    together are therefore to fit in the caches, which is felt where the device is as fast as memory is.
-    And the engine has fewer than there are, or none would be full when it has done one.
+    The bytes copied to a buffer are read again at once, by the checksum and by the device. So all buffers
+    should fit in the caches, which matters where the device is as fast as memory. There are more buffers
+    than the engine has places, so that one is full whenever the engine has finished another.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from __future__ import annotations
 import ctypes
 import time
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from functools import partial
 from typing import Final, NamedTuple
 
 import xxhash
@@ -34,29 +33,30 @@ from penstock.observe.clients import CHECKPOINTS
 from penstock.store.arena import Arena
 from penstock.store.engine import shared_engine
 from penstock.store.pool import Block
+from penstock.store.window import TransferWindow
 
 BUFFERS_BYTES: Final = 16 * MIB
 """Bytes in flight at once. See [Note: few buffers]."""
 _DEVICE_BYTES_PER_S: Final = 2e9
-"""Memory that is made at less than this holds up a device."""
+"""Rate of allocating memory below which the device would have to wait."""
 _LEAST_BUFFERS: Final = 3
 _MOST_BUFFERS: Final = 64
 
 Regions = Sequence[tuple[int, Region]]
-"""Offsets in a file and the regions there; in order, without overlaps."""
+"""Offsets in a file and the regions there, in order and without overlaps."""
 
 
 def count_within(memory_bytes: int, block_bytes: int) -> int:
-    """How many blocks there are at once in so much memory."""
+    """Return the number of blocks for so much memory."""
     return min(_MOST_BUFFERS, max(_LEAST_BUFFERS, memory_bytes // block_bytes))
 
 
 class Buffers:
-    """Blocks of memory for one save or load at a time; made at its first use, given back by ``close``.
+    """Blocks of memory for one save or load, allocated at first use and freed by ``close``.
 
-    Not thread-safe. Memory that is new may take ten times as long as the device takes for as many bytes:
-    a virtual machine's host has to find it first. Once that was seen, blocks are made in another thread,
-    one at a time, while those that there are move.
+    Not thread-safe. New memory may take ten times as long as the device takes for as many bytes, because
+    a virtual machine's host has to find it first. If so, further blocks are allocated in another thread,
+    one at a time, while the first ones are in use.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Buffers:
         """Reserve nothing yet.
 
         Args:
-            block_bytes: How long a block is.
-            engine: Moves them; the engine of this process if None.
-            memory_bytes: What all blocks take; three at least.
+            block_bytes: Length of a block.
+            engine: Moves the blocks; the engine of this process if None.
+            memory_bytes: Memory of all blocks; there are at least three.
         """
         self.block_bytes = block_bytes
         self.count = count_within(memory_bytes, block_bytes)
@@ -89,7 +89,11 @@ class Buffers:
         self.close()
 
     def take(self) -> Block | None:
-        """A block; None if all are taken, or the next one is being made. Raises TransferError."""
+        """Return a free block; None if all are in use, or the next one is being allocated.
+
+        Raises:
+            TransferError: The next block cannot be allocated.
+        """
         if self._making is not None and self._making.done():
             self._have_made()
         if self._free:
@@ -103,7 +107,7 @@ class Buffers:
         return None
 
     def need(self) -> Block:
-        """A block, when nothing is on its way: waits for the one that is being made."""
+        """Return a block when nothing is in flight; waits for the one that is being allocated."""
         block = self.take()
         if block is None:
             self._have_made()
@@ -112,7 +116,7 @@ class Buffers:
 
     def _have_made(self) -> None:
         making, self._making = self._making, None
-        assert making is not None, "who holds all blocks waits for none"
+        assert making is not None, "all blocks are in use, and none is being allocated"
         self._free.append(making.result())
 
     def _make(self) -> Block:
@@ -123,11 +127,20 @@ class Buffers:
         return block
 
     def give(self, block: Block) -> None:
-        """Its contents are not needed any more."""
+        """Free a block for its next use."""
         self._free.append(block)
 
-    def move(self, op: Op, file: DirectFile, offset: int, nbytes: int, block: Block) -> Transfer:
-        """Begin a transfer of the first bytes of a block; up to the next granule of the file."""
+    def move(
+        self,
+        op: Op,
+        file: DirectFile,
+        offset: int,
+        nbytes: int,
+        block: Block,
+        *,
+        priority: Priority,
+    ) -> Transfer:
+        """Begin a transfer of a block's first bytes, rounded up to a granule of the file."""
         transfer = self.engine.submit(
             Request(
                 op=op,
@@ -136,13 +149,13 @@ class Buffers:
                 address=block.address,
                 nbytes=round_up(nbytes, file.granule_bytes),
                 keep_alive=block,
-                priority=Priority.PREFETCH,
+                priority=priority,
             )
         )
         return reported(transfer, op, CHECKPOINTS, file.path)
 
     def close(self) -> None:
-        """Give the memory back. Nothing may be on its way."""
+        """Free the memory. Nothing may be in flight."""
         if self._making is not None and self._making.exception() is None:
             self._have_made()
         for block in self._free:
@@ -152,7 +165,7 @@ class Buffers:
 
 
 def digest(address: int, nbytes: int) -> str:
-    """XXH3 (128 bits) of live memory, without the interpreter's lock; some 30 GB/s."""
+    """Return the XXH3 (128 bits) of memory; about 30 GB/s, without the interpreter's lock."""
     return xxhash.xxh3_128_hexdigest(_memory(address, nbytes))
 
 
@@ -160,59 +173,49 @@ def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * nbytes).from_address(address)
 
 
-class BlockWrites:
-    """Blocks on their way to files. Not thread-safe."""
+class BlockWrites(TransferWindow[Block]):
+    """Blocks that are being written to files. Not thread-safe."""
 
     def __init__(self, buffers: Buffers) -> None:
-        """Nothing is on its way."""
+        """Write nothing yet."""
+        super().__init__(release=buffers.give)
         self._buffers = buffers
-        self._flying: deque[tuple[Transfer, Block]] = deque()
 
     def room(self) -> Block:
-        """A block to fill; waits for the oldest that is on its way. Raises TransferError."""
-        block = self._buffers.take()
-        while block is None and self._flying:
-            self._land()
-            block = self._buffers.take()
+        """Return a block to fill, waiting for the oldest in flight if none is free.
+
+        Raises:
+            TransferError: The oldest could not be written.
+        """
+        block = self.take(self._buffers.take)
         return self._buffers.need() if block is None else block
 
-    def send(self, file: DirectFile, offset: int, nbytes: int, block: Block) -> Transfer:
+    def send(self, file: DirectFile, offset: int, nbytes: int, block: Block) -> None:
         """Begin to write a block; zeros fill it up to the granule of the file."""
         padding = round_up(nbytes, file.granule_bytes) - nbytes
         if padding:
             ctypes.memset(block.address + nbytes, 0, padding)
-        transfer = self._buffers.move("write", file, offset, nbytes, block)
-        self._flying.append((transfer, block))
-        return transfer
+        self.begin(
+            block,
+            lambda priority: self._buffers.move(
+                "write", file, offset, nbytes, block, priority=priority
+            ),
+        )
 
     def give(self, block: Block) -> None:
-        """It is not sent."""
-        self._buffers.give(block)
-
-    def settle(self) -> None:
-        """Wait for all of it, however it ends; nothing touches the buffers then."""
-        while self._flying:
-            transfer, block = self._flying.popleft()
-            transfer.cancel()
-            wait_quietly(transfer)
-            self._buffers.give(block)
-
-    def _land(self) -> None:
-        transfer, block = self._flying[0]
-        transfer.wait()
-        self._flying.popleft()
+        """Free a block that is not sent."""
         self._buffers.give(block)
 
 
 def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> str:
-    """Put the bytes ``[begin, end)`` of a file together; their checksum, as :func:`digest` takes it.
+    """Copy the bytes ``[begin, end)`` of a file to memory; return their checksum, as ``digest``.
 
     Args:
-        regions: What is in the file, without a gap.
-        starts: Where they begin.
-        begin: The first byte.
-        end: Past the last.
-        address: Where to.
+        regions: Contents of the file, without a gap.
+        starts: Offsets of the regions.
+        begin: Offset of the first byte.
+        end: Offset after the last byte.
+        address: Address of the memory.
     """
     checksum = xxhash.xxh3_128()
     for start, region, low, high in _parts(regions, starts, begin, end):
@@ -224,7 +227,7 @@ def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address:
 
 
 def empty(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> None:
-    """Hand the bytes ``[begin, end)`` of a file to what is in it; there may be gaps."""
+    """Copy the bytes ``[begin, end)`` of a file from memory to its regions; there may be gaps."""
     for start, region, low, high in _parts(regions, starts, begin, end):
         region.copy_in(low - start, high - start, address + low - begin)
 
@@ -242,19 +245,24 @@ def _parts(
 
 
 class Wanted(NamedTuple):
-    """A block that is to be read.
+    """A block to read.
 
     Attributes:
-        file: From where.
-        offset: Where it begins.
-        nbytes: How long it is.
-        key: For whoever asked.
+        file: Its file.
+        offset: Its offset there.
+        nbytes: Its length.
+        key: Anything by which the caller recognises it.
     """
 
     file: DirectFile
     offset: int
     nbytes: int
     key: object
+
+
+class _BlockRead(NamedTuple):
+    wanted: Wanted
+    block: Block
 
 
 def read_blocks(
@@ -266,61 +274,49 @@ def read_blocks(
     """Read blocks ahead, and hand each over, in order, with its address.
 
     Args:
-        buffers: For blocks on their way.
-        wanted: Which.
-        use: Is given each.
-        lost: Is given the first that could not be read, and why, and may raise another error.
+        buffers: Memory for blocks in flight.
+        wanted: Blocks to read.
+        use: Called with each block.
+        lost: Called with the first block that could not be read, and why; may raise another error.
 
     Raises:
-        TransferError: One could not be read. What ``use`` and ``lost`` raise goes through. Nothing is
-            under way then.
+        TransferError: A block could not be read. What ``use`` and ``lost`` raise goes through. Nothing
+            is in flight then.
     """
-    flying: deque[tuple[Wanted, Transfer | None, Block]] = deque()
-    coming = iter(wanted)
-    try:
-        while True:
-            while (block := buffers.take()) is not None:
-                each = next(coming, None)
-                if each is None:
-                    buffers.give(block)
-                    break
-                flying.append((each, _begin(buffers, each, block), block))
-            if not flying:
-                return
-            each, transfer, block = flying[0]
-            try:
-                _complete(each, transfer, block)
-            except TransferError as error:
-                lost(each, error)
-                raise
-            use(each, block.address)
-            flying.popleft()
-            buffers.give(block)
-    finally:
-        for _, transfer, block in flying:
-            if transfer is not None:
-                transfer.cancel()
-                wait_quietly(transfer)
-            buffers.give(block)
+
+    def complete(read: _BlockRead) -> None:
+        _read_end(*read)
+        use(read.wanted, read.block.address)
+
+    def fail(read: _BlockRead, error: Exception) -> None:
+        if isinstance(error, TransferError):
+            lost(read.wanted, error)
+        raise error
+
+    with TransferWindow(
+        complete=complete, fail=fail, release=lambda read: buffers.give(read.block)
+    ) as window:
+        for each in wanted:
+            block = window.take(buffers.take)
+            if block is None:
+                block = buffers.need()
+            read = _BlockRead(each, block)
+            window.begin(read, partial(_begin, buffers, read))
 
 
-def _begin(buffers: Buffers, each: Wanted, block: Block) -> Transfer | None:
+def _begin(buffers: Buffers, read: _BlockRead, priority: Priority) -> Transfer:
+    each, block = read
     granules = round_down(each.nbytes, each.file.granule_bytes)
     if not granules:
-        return None
-    return buffers.move("read", each.file, each.offset, granules, block)
+        transfer = Transfer(0)
+        transfer.settle()
+        return transfer
+    return buffers.move("read", each.file, each.offset, granules, block, priority=priority)
 
 
-def _complete(each: Wanted, transfer: Transfer | None, block: Block) -> None:
-    if transfer is not None:
-        transfer.wait()
-    granules = round_down(each.nbytes, each.file.granule_bytes)
-    if granules < each.nbytes:
+def _read_end(wanted: Wanted, block: Block) -> None:
+    """Read the bytes after the last granule."""
+    granules = round_down(wanted.nbytes, wanted.file.granule_bytes)
+    if granules < wanted.nbytes:
         address = block.address + granules
-        read_end(each.file, each.offset + granules, address, each.nbytes - granules)
-
-
-def wait_quietly(transfer: Transfer) -> None:
-    """Wait, whatever comes of it."""
-    with suppress(Exception):
-        transfer.wait()
+        read_end(wanted.file, wanted.offset + granules, address, wanted.nbytes - granules)

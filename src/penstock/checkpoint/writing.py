@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from penstock.checkpoint.blocks import Blocks, agrees
 from penstock.checkpoint.disk import Directory, Disk
@@ -22,8 +22,8 @@ from penstock.checkpoint.manifest import FileEntry, Manifest, blocks_of
 from penstock.checkpoint.streams import BlockWrites, Buffers, Regions, fill
 from penstock.checkpoint.threads import all_at_once
 from penstock.core.errors import CheckpointError, TransferError
-from penstock.io.engine import Transfer
 from penstock.io.files import DirectFile, open_at
+from penstock.store.window import TransferWindow
 
 _MOST_OPEN: Final = 64
 """Files are waited for together at the end, for then a journal is written once. Not all can be open."""
@@ -54,13 +54,19 @@ class Base:
 
 
 class Watcher(Protocol):
-    """Observer of writes, told what may change now."""
+    """Observer of writes: it may change their priority, and learns which bytes may change now."""
+
+    def begins(self, window: TransferWindow[Any]) -> None:
+        """Note that writes go through a window from now on."""
 
     def released(self, file: int, end: int) -> None:
         """Of a file, by its number, the bytes before ``end`` are not read any more."""
 
 
 class _Nobody:
+    def begins(self, window: TransferWindow[Any]) -> None:
+        pass
+
     def released(self, file: int, end: int) -> None:
         pass
 
@@ -91,7 +97,7 @@ class FilesWriter:
             directory: Where.
             buffers: Of the length of the blocks.
             base: An earlier checkpoint.
-            watcher: Told which bytes are not read any more.
+            watcher: Observer of the writes.
             spare: Files that are there to be written over.
         """
         self.entries: list[FileEntry] = []
@@ -104,6 +110,7 @@ class FilesWriter:
         self._block_bytes = buffers.block_bytes
         self._base = base
         self._watcher: Watcher = _Nobody() if watcher is None else watcher
+        self._watcher.begins(self._out)
         self._open: list[_Open] = []
         self._early: dict[str, DirectFile] = {}
 
@@ -180,9 +187,7 @@ class FilesWriter:
         The system waits for all at once, for then a journal and a device's cache are flushed once and not
         for each: so what ``also`` waits for is waited for beside them, in another thread.
         """
-        for each in self._open:
-            for transfer in each.transfers:
-                transfer.wait()
+        self._out.finish()
         waits: list[Callable[[], None]] = [
             partial(self._disk.finish, each.file, each.nbytes) for each in self._open
         ]
@@ -191,11 +196,10 @@ class FilesWriter:
         all_at_once("penstock-sync", waits)
         while self._open:
             self._open.pop().file.close()
-        self._out.settle()
 
     def abandon(self) -> None:
         """Leave everything as it is; nothing is on its way any more."""
-        self._out.settle()
+        self._out.cancel()
         while self._open:
             self._open.pop().file.close()
         while self._early:
@@ -203,8 +207,7 @@ class FilesWriter:
 
     def _finish_oldest(self) -> None:
         oldest = self._open[0]
-        for transfer in oldest.transfers:
-            transfer.wait()
+        self._out.finish()
         self._disk.finish(oldest.file, oldest.nbytes)
         oldest.file.close()
         self._open.pop(0)
@@ -212,11 +215,10 @@ class FilesWriter:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A file on its way: it is to have this length when the transfers are over."""
+    """A file on its way: it is to have this length when its blocks are written."""
 
     file: DirectFile
     nbytes: int
-    transfers: list[Transfer]
 
 
 class _File:
@@ -233,7 +235,6 @@ class _File:
         self._base = base
         self._number = len(writer.entries)
         self._file: DirectFile | None = None
-        self._transfers: list[Transfer] = []
         self._shares = False
 
     def write(self) -> list[str]:
@@ -272,7 +273,7 @@ class _File:
             out.give(block)
         else:
             self._writer.written_bytes += end - offset
-            self._transfers.append(out.send(self._file, offset, end - offset, block))
+            out.send(self._file, offset, end - offset, block)
         return same
 
     def _write_again(self, sums: Sequence[str]) -> None:
@@ -291,7 +292,7 @@ class _File:
     def _create(self) -> None:
         writer = self._writer
         file = writer.make(self._name, self._nbytes)
-        writer._open.append(_Open(file, self._nbytes, self._transfers))
+        writer._open.append(_Open(file, self._nbytes))
         self._file = file
         self._shares = self._clone(file)
 
@@ -336,7 +337,7 @@ class _Encoded:
 
     def _made(self) -> FileEntry:
         writer = self._writer
-        opened = _Open(writer.make(self._name, self._body.most_bytes), 0, [])
+        opened = _Open(writer.make(self._name, self._body.most_bytes), 0)
         writer._open.append(opened)
         size, header_bytes = writer._block_bytes, self._body.header_bytes
         blocks = Blocks(writer._out, size, header_bytes, opened.file, None)
@@ -347,6 +348,6 @@ class _Encoded:
             sums = blocks.end(self._body.header())
         finally:
             blocks.give_back()
-        opened.nbytes, opened.transfers = blocks.nbytes, blocks.transfers
+        opened.nbytes = blocks.nbytes
         writer.written_bytes += blocks.nbytes
         return FileEntry(name=self._name, nbytes=blocks.nbytes, sums=sums)

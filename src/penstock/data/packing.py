@@ -22,12 +22,13 @@ from penstock.data.formats.packed import HEADER_BYTES, SUFFIX, Tables, encode_he
 from penstock.data.group import SampleGroup
 from penstock.data.index import ABSENT, Index
 from penstock.data.scan import scan
-from penstock.io.engine import Request, Transfer
+from penstock.io.engine import Priority, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, DirectFile, open_path
 from penstock.io.traffic_report import reported
 from penstock.observe.clients import DATA
 from penstock.store.arena import Arena
 from penstock.store.engine import shared_engine
+from penstock.store.window import TransferWindow
 
 _BLOCK_BYTES: Final = 4 << 20
 
@@ -182,17 +183,17 @@ class _Writer:
             self._address.append(block.address)
             self._memory.append(block.lend(0, _BLOCK_BYTES))
         self._block_start = start
-        self._turn = 0
-        self._transfers: list[Transfer | None] = [None, None]
+        self._free = [1]
+        self._turn = 0  # the block that is filled
+        self._writes = TransferWindow[int](
+            release=self._free.append, priority=Priority.WRITE_BEHIND
+        )
 
     def __enter__(self) -> _Writer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for transfer in self._transfers:
-            if transfer is not None:  # after an error
-                with suppress(Exception):
-                    transfer.wait()
+        self._writes.cancel()
         self._memory.clear()
         self._file.close()
         self._arena.close()
@@ -220,36 +221,38 @@ class _Writer:
             self._memory[self._turn][rest:padded] = 0
             self._flush(padded)
         end = round_up(self.at, MAX_GRANULE_BYTES)
-        self._wait(0)
-        self._wait(1)
         assert len(header) % HEADER_BYTES == 0
         for offset in range(0, len(header), _BLOCK_BYTES):
             part = header[offset : offset + _BLOCK_BYTES]
-            self._memory[0][: len(part)] = np.frombuffer(part, np.uint8)
-            self._submit(0, offset, len(part)).wait()
+            self._memory[self._turn][: len(part)] = np.frombuffer(part, np.uint8)
+            self._write(offset, len(part))
+        self._writes.finish()
         os.fsync(self._file.fd)
         return end
 
     def _flush(self, nbytes: int) -> None:
-        self._transfers[self._turn] = self._submit(self._turn, self._block_start, nbytes)
+        self._write(self._block_start, nbytes)
         self._block_start += _BLOCK_BYTES
-        self._turn = 1 - self._turn
-        self._wait(self._turn)
 
-    def _wait(self, turn: int) -> None:
-        transfer, self._transfers[turn] = self._transfers[turn], None
-        if transfer is not None:
-            transfer.wait()
+    def _write(self, offset: int, nbytes: int) -> None:
+        """Begin to write the block that was filled, and have another one to fill."""
+        turn = self._turn
 
-    def _submit(self, turn: int, offset: int, nbytes: int) -> Transfer:
-        transfer = self._engine.submit(
-            Request(
-                op="write",
-                file=self._file,
-                offset_bytes=offset,
-                address=self._address[turn],
-                nbytes=nbytes,
-                keep_alive=self._memory[turn],
+        def submit(priority: Priority) -> Transfer:
+            transfer = self._engine.submit(
+                Request(
+                    op="write",
+                    file=self._file,
+                    offset_bytes=offset,
+                    address=self._address[turn],
+                    nbytes=nbytes,
+                    keep_alive=self._memory[turn],
+                    priority=priority,
+                )
             )
-        )
-        return reported(transfer, "write", DATA, self._file.path)
+            return reported(transfer, "write", DATA, self._file.path)
+
+        self._writes.begin(turn, submit)
+        following = self._writes.take(lambda: self._free.pop() if self._free else None)
+        assert following is not None, "one of two blocks is always free, or in flight"
+        self._turn = following

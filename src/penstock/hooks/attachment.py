@@ -81,14 +81,16 @@ class Attachment:
         )
         self._boundaries = Boundaries(on_backward_end=self._backward_ended, on_step=self._stepped)
         self.hooks = SavedTensorHooks(
-            executor=executor,
+            holder=executor,
+            completion=executor.completion,
+            stream_order=executor.stream_order,
             protected=self.protected,
             modules=self.modules,
             boundaries=self._boundaries,
             recorder=recorder,
             device_type=device.type,
             floor_bytes=floor_bytes,
-            executor_of=None if executor.time.timer is None else devices.of,
+            holder_of=None if executor.time.timer is None else devices.of,
         )
         self._recompute = Recompute(
             hooks=self.hooks,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -19,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from penstock.core.locks import Lock
 from penstock.core.process import fork_guard
 
-_task_id: Callable[[], int] = torch._C._current_graph_task_id
+task_id: Final[Callable[[], int]] = torch._C._current_graph_task_id
+"""Return the number of this thread's graph task, or -1."""
 
 
 class Boundaries:
@@ -60,7 +61,7 @@ class Boundaries:
 
     def note_unpack(self) -> None:
         """Record the unpack of a saved tensor; the first one of a task begins a backward."""
-        task = _task_id()
+        task = task_id()
         if task == -1 or task in self.tasks:  # -1: a program reads grad_fn._saved_*
             return
         with self._lock:
@@ -71,7 +72,7 @@ class Boundaries:
 
     def note_pack(self) -> None:
         """Record the save of a tensor; outside any task it ends a backward that was left open."""
-        if self.tasks and _task_id() == -1:
+        if self.tasks and task_id() == -1:
             with self._lock:
                 self.tasks.clear()
             self._on_backward_end()

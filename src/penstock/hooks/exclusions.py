@@ -44,11 +44,15 @@ _OPAQUE: Final[set[type]] = set()
 
 
 class ProtectedStorages:
-    """Storages of parameters, buffers and optimizer state. Only ``holds`` is thread-safe."""
+    """Storages of parameters, buffers and optimizer state. Only ``holds`` is thread-safe.
+
+    Attributes:
+        storages: The storages by address; an address may have been used again.
+    """
 
     def __init__(self) -> None:
         """Protect nothing yet."""
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -79,7 +83,7 @@ class ProtectedStorages:
 
     def refresh(self) -> None:
         """Collect the storages again: moving, loading or unsharding parameters replaces them."""
-        self._storages = {}
+        self.storages = {}
         for module in tuple(self._modules):
             self.add_module(module)
         for optimizer in tuple(self._optimizers):
@@ -87,7 +91,7 @@ class ProtectedStorages:
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Return whether this very storage is protected; a reused address does not count."""
-        known = self._storages.get(storage._cdata)
+        known = self.storages.get(storage._cdata)
         return known is not None and known() is storage
 
     def _protect(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -99,7 +103,7 @@ class ProtectedStorages:
                 storage = tensor.untyped_storage()
             except (RuntimeError, ValueError):
                 continue  # a subclass without a storage of its own, or a lazy module that has not run
-            self._storages[storage._cdata] = TensorRef(storage)
+            self.storages[storage._cdata] = TensorRef(storage)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 * ``KeptHandle``: a protected or tiny tensor. It stays resident and is not counted.
 * ``ForeignHandle``: a tensor of a kind that is not offloaded. It stays resident and is not counted.
 * ``SmallHandle``: a tensor whose storage is below the floor, or certain to stay. It is only counted.
-* ``MovedHandle``: a view of a storage that the executor holds, resident or offloaded.
+* ``MovedHandle``: a view of a storage that the holder has, resident or offloaded.
 * ``CopiedHandle``: a small view of a large storage, copied so that the storage can be freed.
 * ``FlattenedHandle``: a DTensor, whose local tensor has one of the handles above.
 
@@ -20,10 +20,10 @@ import torch
 
 from penstock.core.errors import InPlaceError
 from penstock.core.locks import defer
-from penstock.runtime.executor import Executor
-from penstock.runtime.small import SmallStorages
-from penstock.runtime.storage import KeptStorage, Origin, SavedStorage, SmallStorage, TensorRef
+from penstock.hooks.holder import StorageHolder
+from penstock.runtime.storage import Residency, SavedStorage, TensorRef
 
+_KEPT: Final = Residency.KEPT
 _EMPTY: Final[dict[tuple[torch.dtype, torch.device], torch.Tensor]] = {}
 
 
@@ -93,13 +93,13 @@ class FlattenedHandle:
 class SmallHandle:
     """A view of a storage that stays resident and is counted."""
 
-    __slots__ = ("small", "storages", "tensor", "version")
+    __slots__ = ("holder", "saved", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, storages: SmallStorages, small: SmallStorage) -> None:
+    def __init__(self, tensor: torch.Tensor, holder: StorageHolder, saved: SavedStorage) -> None:
         self.tensor = tensor.detach()
         self.version = tensor._version
-        self.storages = storages
-        self.small = small
+        self.holder = holder
+        self.saved = saved
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor; raise ``InPlaceError`` if it was modified since."""
@@ -108,13 +108,13 @@ class SmallHandle:
         return self.tensor
 
     def __del__(self) -> None:
-        defer(self.storages.release, self.small)
+        defer(self.holder.release, self.saved, True)
 
 
 class MovedHandle:
-    """A view of a storage that the executor holds.
+    """A view of a storage that the holder has.
 
-    While the storage is resident the view itself is kept, so nothing has to be rebuilt. The executor
+    While the storage is resident the view itself is kept, so nothing has to be rebuilt. The holder
     calls ``strip`` before it offloads the storage, which the view would otherwise keep alive.
     """
 
@@ -122,7 +122,7 @@ class MovedHandle:
         "__weakref__",
         "copied",
         "dtype",
-        "executor",
+        "holder",
         "offset",
         "probe",
         "saved",
@@ -133,10 +133,10 @@ class MovedHandle:
         "view",
     )
 
-    def __init__(self, tensor: torch.Tensor, executor: Executor) -> None:
+    def __init__(self, tensor: torch.Tensor, holder: StorageHolder) -> None:
         self.version = tensor._version
-        self.executor = executor
-        self.saved: SavedStorage | KeptStorage | None = None  # None until the executor holds it
+        self.holder = holder
+        self.saved: SavedStorage | None = None  # None until the holder has it
         self.unpacked = False
         # Autograd wraps what unpack returns in a tensor of its own, unless the tensor needs no gradient:
         # then it uses the returned tensor itself. That must not be ours, as references to the storage
@@ -164,17 +164,13 @@ class MovedHandle:
         if self.probe._version != self.version:
             size = self.size if self.view is None else self.view.size()
             raise _modified(self.probe, size, self.version, saved.label)
-        if type(saved) is KeptStorage:
+        view = self.view
+        if view is not None and saved.state is _KEPT:
             of_pass = saved.of_pass
-            if of_pass.spilled or of_pass.backward_start_ns is None:
-                self.executor.need_kept(saved)
-            view = self.view
-            if view is not None:
+            if of_pass.backward_start_ns is not None and not of_pass.spilled:
                 self.unpacked = True
                 return view if self.copied else view.detach()
-            saved = saved.promoted  # another thread needed memory
-        assert type(saved) is SavedStorage
-        storage = self.executor.restore(saved, first=not self.unpacked)
+        storage = self.holder.restore(saved, first=not self.unpacked)
         self.unpacked = True
         view = self.view
         if view is not None:
@@ -185,7 +181,7 @@ class MovedHandle:
         handed.data = view
         return handed
 
-    def prove(self, *, sign_only: bool, tensor: torch.Tensor, origin: Origin) -> None:
+    def prove(self, *, sign_only: bool, tensor: torch.Tensor, place: tuple[str, str]) -> None:
         """Record whether backward needs only to know which elements of this view are above zero.
 
         If it needs more, and the storage was saved without more, the view is saved again in full.
@@ -193,26 +189,23 @@ class MovedHandle:
         Args:
             sign_only: The signs are proven to suffice.
             tensor: The saved tensor.
-            origin: The module that saved it.
+            place: The module that saved it.
         """
         saved, view = self.saved, self.view
-        if type(saved) is KeptStorage:
-            return  # it is not encoded, so it is complete
-        assert type(saved) is SavedStorage
-        if self.executor.prove(saved, self, sign_only=sign_only):
+        assert saved is not None
+        if self.holder.prove(saved, self, sign_only=sign_only):
             return
         assert view is not None, "a view that may need more than signs is not stripped unproven"
         storage = view.untyped_storage()
-        base, version = guard_of(tensor, storage, storage.nbytes())
-        self.saved = self.executor.save(storage, base, version, origin, self)
-        self.executor.release(saved, unpacked=self.unpacked)
+        nbytes = storage.nbytes()
+        base, version = guard_of(tensor, storage, nbytes)
+        self.saved = self.holder.save(storage, nbytes, self, base, version, place, tensor.dtype)
+        defer(self.holder.release, saved, self.unpacked)
 
     def __del__(self) -> None:
         saved = self.saved
-        if type(saved) is KeptStorage:
-            defer(self.executor.kept.release, saved, self.unpacked)
-        elif saved is not None:
-            defer(self.executor.release, saved, self.unpacked)
+        if saved is not None:
+            defer(self.holder.release, saved, self.unpacked)
 
 
 class CopiedHandle:

@@ -272,9 +272,9 @@ class _Call:
                 ref = TensorRef(tensor)
                 self._inputs.append(_Input(packed, tensor.requires_grad, ref, tensor._version))
                 saved = None
-                if isinstance(packed, MovedHandle) and self._repeats.has(packed.executor):
+                if isinstance(packed, MovedHandle) and self._repeats.has(packed.holder):
                     saved = packed.saved
-                if type(saved) is SavedStorage and saved.record.key.module == place.path:
+                if saved and saved.recorded and saved.record.key.module == place.path:
                     self._unnamed[saved.cdata] = saved
             self._hooks.operators_returned()  # no operator saves these
 

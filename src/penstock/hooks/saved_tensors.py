@@ -6,13 +6,13 @@ import operator
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from penstock.hooks import proofs
-from penstock.hooks.boundaries import Boundaries
+from penstock.hooks.boundaries import Boundaries, task_id
 from penstock.hooks.exclusions import ProtectedStorages, is_dtensor, leaf_of
 from penstock.hooks.handles import (
     CopiedHandle,
@@ -22,14 +22,14 @@ from penstock.hooks.handles import (
     MovedHandle,
     Packed,
     SmallHandle,
-    base_of,
     guard_of,
 )
-from penstock.hooks.modules import ModuleTracker
+from penstock.hooks.holder import StorageHolder
+from penstock.hooks.modules import ModuleTracker, SavingPlace
 from penstock.hooks.observer import PassObserver
 from penstock.observe.recorder import Recorder
-from penstock.runtime.executor import Executor
-from penstock.runtime.storage import Origin, SavedStorage
+from penstock.runtime.completion import Completion
+from penstock.runtime.movers import StreamOrder
 from penstock.staging import bytes_of
 
 TINY_BYTES: Final = 4096
@@ -70,22 +70,26 @@ class SavedTensorHooks:
     def __init__(
         self,
         *,
-        executor: Executor,
+        holder: StorageHolder,
+        completion: Completion,
+        stream_order: StreamOrder,
         protected: ProtectedStorages,
         modules: ModuleTracker,
         boundaries: Boundaries,
         recorder: Recorder,
         device_type: str,
         floor_bytes: int,
-        executor_of: Callable[[torch.Tensor], Executor] | None = None,
+        holder_of: Callable[[torch.Tensor], StorageHolder] | None = None,
     ) -> None:
         """Hook nothing yet; see ``torch.autograd.graph.saved_tensors_hooks``.
 
-        ``executor_of`` returns the executor of a tensor, if the session may have several.
+        ``holder`` holds what is saved on the session's device; ``holder_of`` returns the holder of a
+        tensor, if there may be several.
         """
-        self._executor = executor
-        self._executor_of = executor_of
-        self._completion = executor.completion
+        self._holder = holder
+        self._holder_of = holder_of
+        self._completion = completion
+        self._stream_order = stream_order
         self._protected = protected
         self._modules = modules
         self._boundaries = boundaries
@@ -105,14 +109,12 @@ class SavedTensorHooks:
         if self._boundaries.tasks:
             self._boundaries.note_pack()
         watched = self._modules.watched
-        if watched is None and self.observer is None:
-            return self._pack(tensor)
-        packed = self._pack(tensor)
+        packed = self._pack(tensor, sign_only=watched is not None)
         if watched is not None:
             watched.append((packed, tensor))
         if self.observer is not None and type(packed) is MovedHandle:
             saved = packed.saved
-            if type(saved) is SavedStorage:
+            if saved is not None and saved.recorded:
                 self.observer.packed(saved.record, tensor)
         return packed
 
@@ -122,30 +124,52 @@ class SavedTensorHooks:
         moved = [(packed, tensor) for packed, tensor in watched if isinstance(packed, MovedHandle)]
         proven = self._inquiry.sign_only(kind, output) if moved else None
         for packed, tensor in moved:
-            packed.prove(sign_only=packed is proven, tensor=tensor, origin=self._origin(tensor))
+            packed.prove(sign_only=packed is proven, tensor=tensor, place=self._modules.here)
 
-    def _pack(self, tensor: torch.Tensor) -> Packed:
+    def _pack(self, tensor: torch.Tensor, *, sign_only: bool) -> Packed:
         storage = strided_storage(tensor) if type(tensor) in self.plain_types else None
         if storage is None:
             return self._pack_foreign(tensor)
         nbytes = storage.nbytes()
         if (
             nbytes <= TINY_BYTES
-            or not tensor.nbytes
+            or not (used := tensor.nbytes)
             or not self._is_here(tensor)  # rule 14: it must return to its own device
-            or self._protected.holds(storage)
+            or ((known := self._protected.storages.get(storage._cdata)) and known() is storage)
         ):
             return KeptHandle(tensor)
-        executor = self._executor if self._executor_of is None else self._executor_of(tensor)
+        holder = self._holder if self._holder_of is None else self._holder_of(tensor)
         stays = nbytes < self._floor_bytes
         if not stays:
             if leaf_of(tensor) is not None:
                 self._recorder.count("kept.weights")
                 return KeptHandle(tensor)
-            stays = executor.orders.moves_nothing
+            stays = holder.moves_nothing
         if stays:
-            return SmallHandle(tensor, executor.small, executor.small.save(storage))
-        return self._pack_storage(executor, tensor, storage, nbytes)
+            return SmallHandle(tensor, holder, holder.save(storage, nbytes))
+        if used * COMPACT_SHARE < nbytes or not tensor.is_contiguous():
+            _, span_bytes = _span(tensor)
+            if span_bytes * COMPACT_SHARE < nbytes:
+                return self._pack_span(tensor)
+        moved = MovedHandle(tensor, holder)
+        base: torch.Tensor | torch.UntypedStorage | None = tensor
+        version = moved.version
+        if used < nbytes:
+            base, version = guard_of(tensor, storage, nbytes)
+        elif tensor._is_view():
+            base = tensor._base
+        moved.saved = holder.save(
+            storage,
+            nbytes,
+            moved,
+            base,
+            version,
+            self._modules.here,
+            tensor.dtype,
+            moved.copied,  # it is complete if it requires a gradient
+            sign_only,
+        )
+        return moved
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor of a handle."""
@@ -153,7 +177,7 @@ class SavedTensorHooks:
             return self._inquiry.note(packed)
         if self._completion.waiting:
             self._completion.returned()
-        if self.active:
+        if self.active and task_id() not in self._boundaries.tasks:
             self._boundaries.note_unpack()
         if self.observer is not None:
             self.observer.unpacked()
@@ -173,7 +197,7 @@ class SavedTensorHooks:
             action()
             return
 
-        here = self._executor.here(tensor.device)
+        here = self._stream_order.here(tensor.device)
 
         def act(last: bool) -> bool:
             with here():
@@ -197,7 +221,7 @@ class SavedTensorHooks:
             or not self._is_here(tensor)
             or self._protected.holds(storage)
             or leaf_of(tensor) is not None
-            or self._whose(tensor) is not self._executor
+            or self._whose(tensor) is not self._holder
         ):
             return 0
         _, nbytes = _span(tensor)
@@ -208,53 +232,19 @@ class SavedTensorHooks:
         base, version = guard_of(tensor, storage, storage.nbytes())
         return self._whose(tensor).holds(storage, base, version)
 
-    def _whose(self, tensor: torch.Tensor) -> Executor:
-        """Return the executor of the tensor's device."""
-        return self._executor if self._executor_of is None else self._executor_of(tensor)
-
-    def _pack_storage(
-        self,
-        executor: Executor,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        whole_bytes: int,
-    ) -> Packed:
-        nbytes = tensor.nbytes
-        if nbytes * COMPACT_SHARE < whole_bytes or not tensor.is_contiguous():
-            _, span_bytes = _span(tensor)
-            if span_bytes * COMPACT_SHARE < whole_bytes:
-                return self._pack_span(tensor)
-        moved = MovedHandle(tensor, executor)
-        base: torch.Tensor | torch.UntypedStorage = base_of(tensor)
-        version = moved.version
-        if nbytes < whole_bytes:
-            base, version = guard_of(tensor, storage, whole_bytes)
-        complete = moved.copied  # it requires a gradient
-        kept = moved.saved = executor.kept.keep(
-            storage, whole_bytes, base, version, self._modules.here, tensor.dtype, moved
-        )
-        if kept is not None:
-            if not complete or base is storage:
-                kept.complete = False
-                self._completion.wait(partial(executor.complete_kept, kept))
-            return moved
-        origin = self._origin(tensor)
-        watched = self._modules.watched is not None
-        moved.saved = executor.find(
-            storage, base, version, origin, moved, sign_only=watched
-        ) or executor.save(
-            storage, base, version, origin, moved, sign_only=watched, complete=complete
-        )
-        return moved
+    def _whose(self, tensor: torch.Tensor) -> StorageHolder:
+        """Return the holder of the tensor's device."""
+        return self._holder if self._holder_of is None else self._holder_of(tensor)
 
     def _pack_span(self, tensor: torch.Tensor) -> Packed:
         """Copy out a small view when it is complete."""
         packed = CopiedHandle(tensor)
         if tensor.requires_grad:
-            self._copy_out(packed, tensor.detach(), self._origin(tensor))
+            self._copy_out(packed, tensor.detach(), self._modules.here)
         else:
-            here = self._executor.here(tensor.device)
-            action = partial(self._copy_out_later, weakref.ref(packed), here, self._origin(tensor))
+            here = self._stream_order.here(tensor.device)
+            place = self._modules.here
+            action = partial(self._copy_out_later, weakref.ref(packed), here, place)
             self._completion.wait(action)
         return packed
 
@@ -262,16 +252,16 @@ class SavedTensorHooks:
         self,
         ref: weakref.ref[CopiedHandle],
         here: Callable[[], AbstractContextManager[object]],
-        origin: Origin,
+        place: SavingPlace,
         last: bool,
     ) -> bool:
         packed = ref()
         if packed is not None:
             with here():
-                self._copy_out(packed, packed.probe, origin)
+                self._copy_out(packed, packed.probe, place)
         return True
 
-    def _copy_out(self, packed: CopiedHandle, tensor: torch.Tensor, origin: Origin) -> None:
+    def _copy_out(self, packed: CopiedHandle, tensor: torch.Tensor, place: SavingPlace) -> None:
         """Copy the span of a small view, keeping its strides and alignment, and thus the kernels."""
         storage = tensor.untyped_storage()
         first, nbytes = _span(tensor)
@@ -283,14 +273,16 @@ class SavedTensorHooks:
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         offset = skew // tensor.element_size()
         view.set_(copy.untyped_storage(), offset, tensor.size(), tensor.stride())
-        executor = self._whose(tensor)
-        executor.free_early(storage)
+        holder = self._whose(tensor)
+        self._stream_order.free_early(storage)
         if nbytes < self._floor_bytes:
-            small = executor.small.save(copy.untyped_storage())
-            packed.replace(SmallHandle(view, executor.small, small))
+            small = holder.save(copy.untyped_storage(), copy.nbytes)
+            packed.replace(SmallHandle(view, holder, small))
             return
-        moved = MovedHandle(view, executor)
-        moved.saved = executor.save(copy.untyped_storage(), copy, moved.version, origin, moved)
+        moved = MovedHandle(view, holder)
+        moved.saved = holder.save(
+            copy.untyped_storage(), copy.nbytes, moved, copy, moved.version, place, view.dtype
+        )
         packed.replace(moved)
 
     def storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -300,10 +292,6 @@ class SavedTensorHooks:
     def address_of(self, storage: torch.UntypedStorage) -> int:
         """Return the address of the storage."""
         return storage.data_ptr()
-
-    def _origin(self, tensor: torch.Tensor) -> Origin:
-        path, kind = self._modules.here
-        return Origin(path, kind, _dtype_name(tensor.dtype))
 
     def _pack_foreign(self, tensor: torch.Tensor) -> Packed:
         if not is_dtensor(tensor) or leaf_of(tensor) is not None:
@@ -367,8 +355,3 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
         return first, tensor.numel() * size
     reach = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return first, (reach + 1) * size
-
-
-@lru_cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

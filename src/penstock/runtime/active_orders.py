@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 from penstock.core.locks import Lock
 from penstock.observe.recorder import Recorder
@@ -67,21 +68,8 @@ class ActiveOrders:
             finished: The pass; ``end_ns`` is set.
             limit_bytes: New limit of the device budget, if it has one.
         """
-        assert finished.end_ns is not None, f"pass {finished.index} has not ended"
-        record = PassRecord(
-            index=finished.index,
-            start_ns=finished.start_ns,
-            backward_start_ns=finished.backward_start_ns,
-            end_ns=finished.end_ns,
-            slots=_outcomes(finished.records),
-            kept_bytes=finished.kept_bytes,
-            promoted=finished.promoted,
-            small_bytes=finished.small_bytes,
-            small_count=finished.small_count,
-            window_full=finished.window_full,
-            observed=finished.observed,
-            operators=finished.operators,
-            unrepeatable=finished.unrepeatable,
+        record = replace(
+            record_of(finished),
             sampled=self.sampling,
             shortage=self.shortage,
             scratch_bytes=self._scratch_bytes,
@@ -169,6 +157,26 @@ class ActiveOrders:
         if not self.shortage:
             self.shortage = True
             self._recorder.count("shortage")
+
+
+def record_of(finished: Pass) -> PassRecord:
+    """Return the record of a pass that has ended, without what its orders add."""
+    assert finished.end_ns is not None, f"pass {finished.index} has not ended"
+    return PassRecord(
+        index=finished.index,
+        start_ns=finished.start_ns,
+        backward_start_ns=finished.backward_start_ns,
+        end_ns=finished.end_ns,
+        slots=_outcomes(finished.records),
+        kept_bytes=finished.kept_bytes,
+        promoted=finished.promoted,
+        small_bytes=finished.small_bytes,
+        small_count=finished.small_count,
+        window_full=finished.window_full,
+        observed=finished.observed,
+        operators=finished.operators,
+        unrepeatable=finished.unrepeatable,
+    )
 
 
 def _outcomes(records: Sequence[SlotRecord]) -> tuple[SlotOutcome, ...]:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from penstock.codec import registry
 from penstock.core.errors import ClosedError, RestoreError
 from penstock.core.process import fork_guard
+from penstock.core.units import round_up
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.plan.operators import Operator
 from penstock.plan.plan import Action, Decision
@@ -21,18 +22,15 @@ from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.inspection import DeviceState, held_slots
-from penstock.runtime.kept import KeptStorages
-from penstock.runtime.movers import RESTORED, Mover
+from penstock.runtime.movers import RESTORED, Mover, StreamOrder
 from penstock.runtime.orders import Orders, PassRecord
 from penstock.runtime.reads import Reads
 from penstock.runtime.remakes import Remakes
 from penstock.runtime.room import Eviction
 from penstock.runtime.sampling import POSITIVE, CodecSampler, Sampler
-from penstock.runtime.sharing import attach, is_enough, keeps_signs
-from penstock.runtime.small import SmallStorages
 from penstock.runtime.storage import (
+    MAX_RECORDS,
     Encoding,
-    KeptStorage,
     Origin,
     Pass,
     Residency,
@@ -40,13 +38,28 @@ from penstock.runtime.storage import (
     SlotRecord,
     TensorRef,
     View,
+    dtype_name,
 )
-from penstock.runtime.traffic import SAVED, Traffic, in_memory, is_settled
+from penstock.runtime.table import (
+    SAVED,
+    SMALL,
+    SMALL_CREDIT_BYTES,
+    StorageTable,
+    attach,
+    in_memory,
+    is_enough,
+    is_settled,
+    keeps_signs,
+)
+from penstock.runtime.traffic import Traffic
 from penstock.store.account import Account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
     from penstock.runtime.cuda.allowance import Allowance
+
+_KEPT: Final = Residency.KEPT
+_SMALL: Final = Residency.SMALL
 
 
 class Executor:
@@ -55,10 +68,10 @@ class Executor:
     Attributes:
         budget: The device memory that everything here is charged to.
         orders: Decisions for each slot, and what else is wanted of coming passes; see ``follow``.
+        moves_nothing: True if these orders never move anything.
         active: These orders, applied to the running pass.
-        kept: What the plan is sure to keep.
         remakes: What is made again instead of being held.
-        small: What is below the floor.
+        stream_order: Order of uses of the device's memory.
         completion: What waits until the running operator has returned.
         time: The axis of profiles.
         compute_ns: Tells the time on it.
@@ -87,6 +100,7 @@ class Executor:
         """
         self.budget = budget
         self.orders = Orders()
+        self.moves_nothing = False
         self.active = ActiveOrders(budget=budget, recorder=recorder, open_codecs=open_codecs)
         self._recorder = recorder
         self.time = ComputeTime(recorder.clock) if time is None else time
@@ -94,28 +108,20 @@ class Executor:
         self.allowance = allowance
         if allowance is not None:
             self.time.watch.append(allowance.look)
+        self.stream_order: StreamOrder = mover
         self._mover = mover
+        self._table = StorageTable(budget)
+        self._lock = self._table.lock
         self._traffic = Traffic(
-            budget=budget, tiers=tiers, mover=mover, active=self.active, recorder=recorder
+            table=self._table, tiers=tiers, mover=mover, active=self.active, recorder=recorder
         )
-        self._lock = self._traffic.lock
-        self._by_storage = self._traffic.table
-        self.kept = KeptStorages(
-            active=self.active,
-            traffic=self._traffic,
-            current_pass=self._current_pass,
-            release_promoted=self.release,
-        )
+        self._use = mover.use if mover.runs_behind else None
         self._room = Eviction(
             budget=budget,
             traffic=self._traffic,
             recorder=recorder,
-            promote_kept=self.kept.promote_all,
             least_bytes=self._min_budget_bytes,
             time=self.time,
-        )
-        self.small = SmallStorages(
-            budget=budget, room=self._room, lock=self._lock, current_pass=self._current_pass
         )
         self._reads = Reads(
             active=self.active,
@@ -147,35 +153,157 @@ class Executor:
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def find(
+    def save(  # noqa: PLR0912, PLR0915, PLR0917  (hot: calls and keywords cost)
         self,
         storage: torch.UntypedStorage,
+        nbytes: int,
+        view: View | None = None,
+        base: torch.Tensor | torch.UntypedStorage | None = None,
+        version: int = 0,
+        place: tuple[str, str] = ("", ""),
+        dtype: torch.dtype = torch.uint8,
+        complete: bool = True,
+        sign_only: bool = False,
+    ) -> SavedStorage:
+        """Take charge of a storage that autograd saves; wait while the budget is full.
+
+        Arguments are as in ``StorageHolder.save``. The body serves what the plan keeps; a call of a
+        Python function costs as much as most of what it does, so what it needs of the table is written
+        out.
+
+        Raises:
+            BudgetError: It can never fit.
+            ClosedError: The session is over.
+        """
+        if view is None or base is None:
+            return self._count(storage, nbytes)
+        if (
+            self._use is not None
+        ):  # first: another thread may spill it as soon as it is in the table
+            self._use(storage)
+        cdata, path, table = storage._cdata, place[0], self._table
+        charged, saved = False, None
+        while True:
+            with self._lock:
+                known = table.entries.get(cdata)
+                current = self._pass
+                if (
+                    known is not None
+                    and known.state is _KEPT
+                    and known.version == version
+                    and known.source() is storage
+                    and known.base() is base
+                ):
+                    known.handles += 1
+                    known.views.append(weakref.ref(view))  # type: ignore[union-attr]
+                    saved = known
+                    break
+                if current.end_ns is not None or (
+                    (not current.live or current.saved_count > MAX_RECORDS) and current.abandoned
+                ):
+                    current = self._current_pass()
+                ordinal = current.ordinals.get(path, 0)
+                slot = (path, ordinal, nbytes)
+                if slot not in self.active.kept or (known is not None and known.recorded):
+                    break
+                if charged or nbytes <= table.spare_bytes:
+                    if not charged:
+                        table.spare_bytes -= nbytes
+                    charged = False
+                    index = current.saved_count
+                    saved = SavedStorage(_KEPT, cdata, nbytes, TensorRef(storage), current)
+                    saved.version = version
+                    saved.base = TensorRef(base)
+                    saved.index = index
+                    saved.slot = slot
+                    saved.place = place
+                    saved.dtype = dtype
+                    saved.views = [weakref.ref(view)]
+                    saved.complete = True
+                    table.entries[cdata] = current.live[index] = saved
+                    current.ordinals[path] = ordinal + 1
+                    current.saved_count = index + 1
+                    current.kept_bytes += nbytes
+                    if not current.kept_count:
+                        table.kept_passes[current] = None
+                    current.kept_count += 1
+                    break
+            charged = table.take(nbytes)
+            if not charged:
+                break
+        if charged:  # another thread has saved it meanwhile
+            with self._lock:
+                table.free(nbytes)
+        if saved is None:
+            origin = Origin(*place, dtype_name(dtype))
+            return self._share(
+                storage, view, base, version, origin, sign_only=sign_only
+            ) or self._admit(
+                storage, view, base, version, origin, complete=complete, sign_only=sign_only
+            )
+        if not complete or base is storage:
+            saved.complete = False
+            self.completion.wait(partial(self._complete, saved, sign_only))
+        return saved
+
+    def _count(self, storage: torch.UntypedStorage, nbytes: int) -> SavedStorage:
+        """Count a storage that stays; once, however many handles it gets."""
+        table, cdata = self._table, storage._cdata
+        with self._lock:
+            small = table.entries.get(cdata)
+            if small is not None and small.state is _SMALL and small.source() is storage:
+                small.handles += 1
+                return small
+            current = self._pass
+            if current.end_ns is not None or (current.saved_count and current.abandoned):
+                current = self._current_pass()
+            small = SavedStorage(_SMALL, cdata, nbytes, TensorRef(storage), current)
+            table.entries[cdata] = small
+            current.small_count += 1
+            held = table.small_bytes = table.small_bytes + nbytes
+            current.small_bytes = max(current.small_bytes, held)
+            missing = held - table.small_taken_bytes
+        if missing > 0:
+            self._charge_small(small, missing)
+        return small
+
+    def _charge_small(self, small: SavedStorage, missing: int) -> None:
+        """Charge SMALL storages in advance: one by one would cost more than to save them."""
+        table, nbytes = self._table, round_up(missing, SMALL_CREDIT_BYTES)
+        if not self.budget.try_take(nbytes, SMALL):
+            nbytes = missing
+            name = f"{missing} bytes of tensors below the floor"
+            try:
+                self._room.take(nbytes, SMALL, name=name, of_pass=small.of_pass, saved=None)
+            except BaseException:
+                with self._lock:
+                    table.end_small(small)
+                raise
+        with self._lock:
+            table.small_taken_bytes += nbytes
+
+    def _share(
+        self,
+        storage: torch.UntypedStorage,
+        view: View,
         base: torch.Tensor | torch.UntypedStorage,
         version: int,
         origin: Origin,
-        view: View,
         *,
         sign_only: bool,
     ) -> SavedStorage | None:
-        """The entry of a storage that was saved before, at the same version of the same tensor.
+        """Return the entry of a storage that was saved before, with ``view`` as another handle to it.
 
-        ``view`` is another handle to it then, and the arguments are as with ``save``. A storage's
-        address may be used again after its death (TRAPS rules 5 and 27), so an entry counts only if
-        its weak reference leads to this very storage; and only if what is kept of its bytes is enough,
-        or may prove to be: until ``prove`` says so the view keeps the storage, so that it is never
-        without its bytes. Of a storage whose parts have counters of their own no version tells whether
-        it has changed since its bytes were read: then it is saved anew.
+        An entry counts only if what is kept of its bytes is enough, or may prove to be: until ``prove``
+        says so the view keeps the storage, so that it is never without its bytes. Of a storage whose
+        parts have counters of their own no version tells whether it has changed since its bytes were
+        read: then it is saved anew.
         """
-        saved = self._by_storage.get(storage._cdata)
-        if (
-            saved is None
-            or saved.version != version
-            or saved.source() is not storage
-            or saved.base() is not base
-        ):
-            return None
         with self._lock:
-            if saved.state is Residency.DEAD or not is_enough(saved, origin, sign_only):
+            saved = self._table.find(storage, base, version)
+            if saved is None or not saved.recorded:
+                return None
+            if not is_enough(saved, origin.dtype, sign_only):
                 return None
             if base is storage and (saved.writing or saved.ticket is not None):
                 return None
@@ -184,16 +312,56 @@ class Executor:
             saved.pending += 1
             if not keeps_signs(saved):
                 attach(saved, view)
-        self._mover.use(storage)
         return saved
 
-    def free_early(self, storage: torch.UntypedStorage) -> None:
-        """Note that a saved storage is not held until backward; see ``Mover.free_early``."""
-        self._mover.free_early(storage)
+    def _admit(
+        self,
+        storage: torch.UntypedStorage,
+        view: View,
+        base: torch.Tensor | torch.UntypedStorage,
+        version: int,
+        origin: Origin,
+        *,
+        complete: bool,
+        sign_only: bool,
+    ) -> SavedStorage:
+        """Hold a storage that can be moved, and do with it what the plan says."""
+        table = self._table
+        with self._lock:
+            if self._traffic.closed:
+                raise ClosedError("the session is closed: it holds no more saved tensors")
+            saved = self._register(storage, base, version, origin)
+            saved.views = [weakref.ref(view)]
+            saved.complete = complete and base is not storage
+            charged = table.take_spare(saved.nbytes)
+        decision = self._decide(saved, storage, sign_only) if saved.complete else None
+        if not charged and not table.take(saved.nbytes):
+            self._wait_for_room(saved)
+        if decision is not None:
+            self._follow(saved, decision, sign_only)
+        else:
+            action: Callable[[bool], bool] = partial(self._complete, saved, sign_only)
+            if self._mover.runs_behind:
+                action = partial(_act_within, self._mover.here(storage.device), action)
+            self.completion.wait(action)
+        return saved
 
-    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-        """A context for work on ``device`` that is put off; see ``Mover.here``."""
-        return self._mover.here(device)
+    def _complete(self, saved: SavedStorage, sign_only: bool, last: bool) -> bool:
+        """Do what the plan says, if that can be done: the operator that saved a storage has returned.
+
+        Returns:
+            Whether it is done. A storage whose parts somebody holds stays, and is asked for again; the
+            ``last`` time it is left to whoever needs room.
+        """
+        with self._lock:
+            storage = saved.source()
+            saved.complete = saved.base() is not storage
+            if saved.state is not Residency.RESIDENT or storage is None or saved.slot is not None:
+                return True  # kept by the plan, needed already, or dead
+            if not is_settled(saved):
+                return last
+        self._follow(saved, self._decide(saved, storage, sign_only), sign_only)
+        return True
 
     def holds(
         self,
@@ -202,85 +370,8 @@ class Executor:
         version: int,
     ) -> bool:
         """Return whether a storage was saved before, and is alive, at this version of its guard."""
-        saved = self._by_storage.get(storage._cdata) or self.kept.table.get(storage._cdata)
-        if saved is not None and saved.source() is storage:
-            return saved.version == version and saved.base() is base
-        small = self.small.table.get(storage._cdata)
-        return small is not None and small.source() is storage and small.handles > 0
-
-    def save(
-        self,
-        storage: torch.UntypedStorage,
-        base: torch.Tensor | torch.UntypedStorage,
-        version: int,
-        origin: Origin,
-        view: View,
-        *,
-        sign_only: bool = False,
-        complete: bool = True,
-    ) -> SavedStorage:
-        """Take charge of a storage that autograd saves; waits while the budget is full.
-
-        Args:
-            storage: What to hold.
-            base: The tensor whose version counter guards all of it: the saved one, or what it is a
-                view of. The storage itself, if its parts have counters of their own.
-            version: That counter's value; 0 for a storage.
-            origin: Who saves it.
-            view: The handle to it, which says ``release`` when it dies. It has a view of the storage,
-                and is stripped before that is spilled.
-            sign_only: Whether ``prove`` will be called soon, to say if backward asks only for signs.
-            complete: Whether its bytes may be read at once. If not, they are when the running operator
-                has returned; see [Note: complete storages].
-
-        Raises:
-            BudgetError: It can never fit.
-            ClosedError: The session is over.
-        """
-        self._mover.use(storage)
         with self._lock:
-            if self._traffic.closed:
-                raise ClosedError("the session is closed: it holds no more saved tensors")
-            saved = self._register(storage, base, version, origin)
-            saved.views = [weakref.ref(view)]
-            saved.complete = complete and base is not storage
-            charged = self._traffic.take_spare(saved.nbytes)
-        decision = self._decide(saved, storage, sign_only) if saved.complete else None
-        if not charged and not self._traffic.take(saved.nbytes):
-            self._wait_for_room(saved)
-        if decision is not None:
-            self._follow(saved, decision, sign_only)
-        else:
-            action: Callable[[bool], bool] = partial(self._complete, saved, sign_only)
-            if self._mover.runs_behind:
-                action = partial(_act_within, self.here(storage.device), action)
-            self.completion.wait(action)
-        return saved
-
-    def _complete(self, saved: SavedStorage, sign_only: bool, last: bool) -> bool:
-        """The operator that saved a storage has returned: do what the plan says, if that can be done.
-
-        Returns:
-            Whether it is done. A storage whose parts somebody holds stays, and is asked for again; the
-            ``last`` time it is left to whoever needs room.
-        """
-        with self._lock:
-            storage = saved.storage
-            saved.complete = saved.base() is not storage
-            if saved.state is not Residency.RESIDENT or storage is None:
-                return True  # needed already, or dead
-            if not is_settled(saved):
-                return last
-        self._follow(saved, self._decide(saved, storage, sign_only), sign_only)
-        return True
-
-    def complete_kept(self, kept: KeptStorage, last: bool) -> bool:
-        """The operator that saved a storage which the plan keeps has returned."""
-        with self._lock:
-            kept.complete = kept.base() is not kept.source()
-            if kept.promoted is not None:
-                kept.promoted.complete = kept.complete
-        return True
+            return self._table.find(storage, base, version) is not None
 
     def _decide(
         self, saved: SavedStorage, storage: torch.UntypedStorage, sign_only: bool
@@ -316,7 +407,7 @@ class Executor:
         waiting = self.time.wait_begins()
         with self._lock:
             while self._traffic.writing:
-                self._traffic.changed.wait()
+                self._table.changed.wait()
         self.time.wait_ends(waiting)
         self._room.stalled(start_ns, StallCause.BUDGET, saved.label)
         self.active.sample_now()
@@ -335,6 +426,8 @@ class Executor:
             Whether what is kept of its bytes is enough for the handle. If not, it has to be saved again.
         """
         with self._lock:
+            if not saved.recorded:
+                return True  # it is not encoded, so all of it is kept
             record = saved.record
             record.sign_only_handles += sign_only
             all_proven = record.sign_only_handles == record.handles
@@ -367,12 +460,8 @@ class Executor:
             with self._lock:
                 saved.storage, saved.state = None, Residency.DEAD
                 saved.of_pass.remove(saved)
-                self._forget(saved)
+                self._table.forget(saved)
             raise
-
-    def _forget(self, saved: SavedStorage) -> None:
-        if self._by_storage.get(saved.cdata) is saved:
-            del self._by_storage[saved.cdata]
 
     def _register(
         self,
@@ -385,17 +474,14 @@ class Executor:
         nbytes = storage.nbytes()
         key = current.new_key(origin.module, nbytes)
         cdata = storage._cdata
-        saved = self._by_storage[cdata] = SavedStorage(
-            cdata,
-            nbytes,
-            version,
-            TensorRef(storage),
-            TensorRef(base),
-            current,
-            current.saved_count,
-            SlotRecord(key, origin, self.compute_ns(), self.small.nbytes),
-            storage,
-        )
+        saved = SavedStorage(Residency.RESIDENT, cdata, nbytes, TensorRef(storage), current)
+        self._table.entries[cdata] = saved
+        saved.version = version
+        saved.base = TensorRef(base)
+        saved.index = current.saved_count
+        saved.slot = None
+        record = SlotRecord(key, origin, self.compute_ns(), self._table.small_bytes)
+        saved.hold(storage, record)
         current.add(saved)
         return saved
 
@@ -415,6 +501,11 @@ class Executor:
         """
         if self._guard.in_child:
             return self._in_child(saved)
+        if not saved.recorded:
+            storage = saved.source()
+            self._need_kept(saved)
+            if storage is not None and not saved.recorded:
+                return storage
         with self._lock:
             storage = self._note_need(saved)
             forwarded = saved.state is Residency.WRITING
@@ -464,33 +555,54 @@ class Executor:
             record.held_elsewhere = True  # spilling it has freed nothing (TRAPS rule 18)
         return storage
 
-    def need_kept(self, kept: KeptStorage) -> None:
-        """One of them is unpacked, the first of its pass or in one that has spilled others."""
-        of_pass = kept.of_pass
+    def _need_kept(self, saved: SavedStorage) -> None:
+        """Note the need of a KEPT storage, the first of its pass or in one that has spilled others."""
+        of_pass = saved.of_pass
         if of_pass.backward_start_ns is None:
             of_pass.begin_backward(self.compute_ns(), self._recorder.clock.now_ns())
         if of_pass.spilled:
-            self._reads.ahead(kept, again=False)
+            self._reads.ahead(saved, again=False)
 
     # -- handles ----------------------------------------------------------------------------------
 
     def release(self, saved: SavedStorage, unpacked: bool) -> None:
-        """A handle has died. Call it through ``locks.defer``: it takes locks, it never waits."""
-        if self._guard.in_child:  # a forked child: who holds the locks did not come along
+        """Release a handle that has died, unpacked or not. Never waits. Call it through ``locks.defer``.
+
+        There the finalizers of this thread wait in any case, so the bare lock is enough.
+        """
+        if self._guard.in_child:  # the holders of locks do not exist in a forked child
             return
-        with self._lock:
+        table, ticket = self._table, None
+        with self._lock.bare:
             saved.handles -= 1
+            state = saved.state
+            if state is _KEPT:
+                if not saved.handles:
+                    if table.entries.get(saved.cdata) is saved:
+                        del table.entries[saved.cdata]
+                    of_pass = saved.of_pass
+                    del of_pass.live[saved.index]
+                    of_pass.kept_count -= 1
+                    if not of_pass.kept_count:
+                        del table.kept_passes[of_pass]
+                    saved.state = Residency.DEAD
+                    table.free(saved.nbytes)
+                return
+            if state is _SMALL:
+                if not saved.handles:
+                    table.end_small(saved)
+                return
             if not unpacked:
                 saved.pending -= 1
             if saved.handles > 0:
-                if saved.pending <= 0 and saved.state is Residency.RESTORED:
+                if saved.pending <= 0 and state is Residency.RESTORED:
                     self._traffic.retire(saved)
                 return
-            self._forget(saved)
+            table.forget(saved)
             ticket = self._traffic.bury(saved)
         if ticket is not None:
             self._traffic.discard(saved, ticket)
-        saved.remake = None  # and its handle to what that would be made from
+        saved.remake = None  # and its handle to the input of that
 
     # -- passes -----------------------------------------------------------------------------------
 
@@ -511,6 +623,7 @@ class Executor:
         """Follow other orders from now on. Between passes."""
         planned = orders.plan_number != self.orders.plan_number
         self.orders = orders
+        self.moves_nothing = orders.moves_nothing
         self.active.follow(orders)
         if planned:
             self._mover.trim(self.budget.limit_bytes)
@@ -588,8 +701,8 @@ class Executor:
                 peak_bytes=budget.peak_bytes,
                 holdings=MappingProxyType(held),
                 slots=slots,
-                small_count=len(self.small.table),
-                small_bytes=self.small.nbytes,
+                small_count=sum(each.state is _SMALL for each in self._table.entries.values()),
+                small_bytes=self._table.small_bytes,
                 restored_bytes=self._restored_bytes(),
                 writes=traffic.writing,
                 writing_bytes=traffic.writing_bytes,

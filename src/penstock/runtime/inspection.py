@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from penstock.plan.slots import SlotKey
 from penstock.runtime.orders import Orders
-from penstock.runtime.storage import KeptStorage, Pass, Residency, SavedStorage
+from penstock.runtime.storage import Pass, Residency, SavedStorage
 from penstock.store.base import Tier
 
 SlotState: TypeAlias = Literal[
@@ -109,11 +109,8 @@ class SessionState:
 
 def held_slots(passes: list[Pass]) -> tuple[HeldSlot, ...]:
     """Return the slots of some passes, in the order of saving. Call it under the runtime's lock."""
-    found: list[tuple[int, int, HeldSlot]] = []
-    for each in passes:
-        storages: list[SavedStorage | KeptStorage] = [*each.live, *each.kept.values()]
-        found += ((each.index, saved.index, _held_slot(saved)) for saved in storages)
-    return tuple(slot for _, _, slot in sorted(found, key=lambda item: item[:2]))
+    ordered = sorted(passes, key=lambda each: each.index)
+    return tuple(_held_slot(each.live[index]) for each in ordered for index in sorted(each.live))
 
 
 def tier_state(name: str, tier: Tier) -> TierState:
@@ -126,9 +123,9 @@ def tier_state(name: str, tier: Tier) -> TierState:
     )
 
 
-def _held_slot(saved: SavedStorage | KeptStorage) -> HeldSlot:
-    if isinstance(saved, KeptStorage):
-        views = [view for ref in (saved.view, *saved.more_views) if (view := ref()) is not None]
+def _held_slot(saved: SavedStorage) -> HeldSlot:
+    if saved.state is Residency.KEPT:
+        views = [view for ref in saved.views or () if (view := ref()) is not None]
         return HeldSlot(
             key=saved.key,
             state="kept",

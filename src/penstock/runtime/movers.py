@@ -59,12 +59,33 @@ def page_slack_bytes(device_bytes: int) -> int:
     return min(most, device_bytes // PAGE_SLACK_SHARE)
 
 
-class Mover(ABC):
+class StreamOrder:
+    """Order of uses of memory on a device; by default one that does not run behind, so nothing to do."""
+
+    runs_behind: ClassVar[bool] = False
+    """True if the device runs behind the interpreter, so that ``use`` says something."""
+
+    def use(self, storage: torch.UntypedStorage) -> None:
+        """Note that the current stream works with ``storage`` from now on. Never waits.
+
+        Call it for every saved storage, and before a restored one is handed out.
+        """
+
+    def free_early(self, storage: torch.UntypedStorage) -> None:
+        """Note, as ``use``, the use of a storage that is not held until backward, though it is saved."""
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """Note that the calling thread has just recomputed ``storage``; later uses come after that."""
+
+    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        """Return a context for work on ``device`` that is put off: its stream is the one of now."""
+        return nullcontext
+
+
+class Mover(StreamOrder, ABC):
     """Moves storages of one device to tiers and back. Thread-safe; never waits, except where said."""
 
     device: torch.device
-    runs_behind: ClassVar[bool] = False
-    """True if the device runs behind the interpreter, so that ``use`` says something."""
 
     @abstractmethod
     def write(
@@ -98,26 +119,10 @@ class Mover(ABC):
     def finish(self, target: Any) -> torch.UntypedStorage:
         """The filled target as a storage; its budget is given back when the storage dies."""
 
-    def use(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (only some devices need it)
-        """The current stream of the calling thread works with ``storage`` from now on; never waits.
-
-        Said of a storage whenever it is saved, and of what is restored just before it is handed out.
-        """
-
-    def free_early(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (as above)
-        """As ``use``, of what is saved and not held until backward, as autograd would hold it."""
-
-    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-        """Return a context for work on ``device`` that is put off: its stream is the one of now."""
-        return nullcontext
-
-    def account(self, budget_of: Callable[[torch.device], Account]) -> None:  # noqa: B027  (as above)
+    def account(self, budget_of: Callable[[torch.device], Account]) -> None:
         """From now on device memory is charged to the account of its device."""
 
-    def made(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (only some devices need it)
-        """The calling thread has just made ``storage`` again; others that ``use`` it come after that."""
-
-    def drain(self) -> None:  # noqa: B027  (only some devices need it)
+    def drain(self) -> None:
         """Wait until the device has nothing to do any more that is not the program's own."""
 
     @abstractmethod
@@ -136,7 +141,7 @@ class Mover(ABC):
         """Give host memory back, because nothing is moved until ``wake``; how many bytes."""
         return 0
 
-    def wake(self) -> None:  # noqa: B027  (only some devices need it)
+    def wake(self) -> None:
         """Take it again. Waits."""
 
     def retouch_ns(self, nbytes: int) -> float:

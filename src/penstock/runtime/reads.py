@@ -12,8 +12,9 @@ from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.room import Eviction
-from penstock.runtime.storage import KeptStorage, Residency, SavedStorage
-from penstock.runtime.traffic import Traffic, in_memory, session_closed
+from penstock.runtime.storage import Residency, SavedStorage
+from penstock.runtime.table import in_memory
+from penstock.runtime.traffic import Traffic, session_closed
 
 
 class Reads:
@@ -54,7 +55,7 @@ class Reads:
         start_ns = self._recorder.clock.now_ns()
         cause = StallCause.LATE
         while True:
-            with self._traffic.lock:
+            with self._traffic.table.lock:
                 storage = in_memory(saved)
                 transfer = saved.read if saved.state is Residency.READING else None
             if storage is not None:
@@ -104,7 +105,7 @@ class Reads:
         if not self._room.make(needed, name=saved.label, of_pass=saved.of_pass, saved=saved):
             traffic.fetch(saved, Priority.DEMAND, force=True)
 
-    def ahead(self, saved: SavedStorage | KeptStorage, *, again: bool) -> None:
+    def ahead(self, saved: SavedStorage, *, again: bool) -> None:
         """Begin to read what is needed after ``saved``, as far as the window allows.
 
         Args:
@@ -113,13 +114,13 @@ class Reads:
         """
         of_pass = saved.of_pass
         orders, traffic = self._active.orders, self._traffic
-        with traffic.lock:
+        with traffic.table.lock:
             of_pass.arrive(saved, orders.ranks)
             if orders.triggers:
                 place = orders.ranks.get(saved.key.match_key, -1)
                 of_pass.place = max(of_pass.place, place)
         while True:
-            with traffic.lock:
+            with traffic.table.lock:
                 following = of_pass.next_spilled(again=again)
             if following is None or traffic.closed:
                 return

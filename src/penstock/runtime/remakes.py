@@ -19,7 +19,8 @@ from penstock.runtime.digests import Comparison, digest_of_storage
 from penstock.runtime.remade import REMADE, Remaking
 from penstock.runtime.room import Eviction
 from penstock.runtime.storage import Remake, Residency, SavedStorage, TensorRef
-from penstock.runtime.traffic import Traffic, in_memory, withdraw
+from penstock.runtime.table import in_memory
+from penstock.runtime.traffic import Traffic
 from penstock.store.account import Account
 
 _ADVICE: Final = "give recompute=False, or a plan that does not make it again"
@@ -50,7 +51,7 @@ class Remakes:
         """For one executor."""
         self.maker: Maker | None = None
         self._traffic = traffic
-        self._lock: Lock = traffic.lock
+        self._lock: Lock = traffic.table.lock
         self._room = room
         self._budget = budget
         self._recorder = recorder
@@ -80,7 +81,7 @@ class Remakes:
             version: Of its tensor.
             remake: How to make it again.
         """
-        saved = self._traffic.table.get(storage._cdata)
+        saved = self._traffic.table.entries.get(storage._cdata)
         if saved is None or not saved.awaits_maker or saved.source() is not storage:
             return
         saved.awaits_maker = False
@@ -95,11 +96,11 @@ class Remakes:
         with self._lock:
             if saved.state is not Residency.RESIDENT or saved.writing:
                 return
-            withdraw(self._traffic.table, saved, storage)
+            self._traffic.table.withdraw(saved, storage)
             saved.remake = remake
             saved.state = Residency.SPILLED
             del storage
-            self._traffic.let_go(saved)
+            self._traffic.table.drop_source(saved)
 
     def demand(self, saved: SavedStorage) -> torch.UntypedStorage:
         """Make a storage again, for the calling thread; waits for room.

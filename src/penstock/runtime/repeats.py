@@ -33,9 +33,9 @@ class Repeats:
         with self._executor._lock:
             return self._executor._current_pass()
 
-    def has(self, executor: Executor) -> bool:
+    def has(self, holder: object) -> bool:
         """Return whether this is the executor whose storages modules make again."""
-        return executor is self._executor
+        return holder is self._executor
 
     def drops(self, module: str, nbytes: int) -> bool:
         """Return whether the next storage that ``module`` saves is recomputed; it counts as saved."""

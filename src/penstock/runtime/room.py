@@ -27,14 +27,8 @@ from penstock.observe.counters import REFUSED
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.storage import Pass, Residency, SavedStorage
-from penstock.runtime.traffic import (
-    SMALL,
-    Traffic,
-    is_in_use,
-    is_settled,
-    session_closed,
-    strip,
-)
+from penstock.runtime.table import SMALL, is_in_use, is_settled, strip
+from penstock.runtime.traffic import Traffic, session_closed
 from penstock.store.account import Account
 
 OTHERS_PATIENCE_S: Final = 2.0
@@ -63,7 +57,6 @@ class Eviction:
         budget: Account,
         traffic: Traffic,
         recorder: Recorder,
-        promote_kept: Callable[[], None],
         time: ComputeTime,
         least_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
@@ -73,7 +66,6 @@ class Eviction:
             budget: Where room is made.
             traffic: What can be moved.
             recorder: Is told of waits.
-            promote_kept: Lets what is only kept be moved; called under the runtime's lock.
             time: Is told how long callers have waited, to leave it out.
             least_bytes: Returns the least budget that does for a whole step, if that is known.
         """
@@ -81,7 +73,6 @@ class Eviction:
         self._budget = budget
         self._traffic = traffic
         self._recorder = recorder
-        self._promote_kept = promote_kept
         self._least_bytes = least_bytes
 
     def take(
@@ -142,15 +133,15 @@ class Eviction:
         missing = nbytes - self._budget.free_bytes if from_budget else nbytes
         if missing <= 0 or self._write_ends_sooner(missing) or traffic.mover.trim(missing) > 0:
             return True
-        with traffic.lock:
+        with traffic.table.lock:
             if from_budget and self._budget.free_bytes >= nbytes:
                 return True
-            if traffic.give_spare() or self._drop_behind_writes(of_pass, saved):
+            if traffic.table.free_spare() or self._drop_behind_writes(of_pass, saved):
                 return True
             if traffic.reading:
-                traffic.changed.wait()
+                traffic.table.changed.wait()
                 return True
-            self._promote_kept()
+            traffic.table.promote_all()
             victim = self._victim(of_pass, saved)
         if victim is not None:
             self._evict(victim)
@@ -185,17 +176,17 @@ class Eviction:
     def _write_ends_sooner(self, nbytes: int) -> bool:
         """Wait for a write, if that takes less than to have idle pages again that are given back."""
         traffic = self._traffic
-        with traffic.lock:
+        with traffic.table.lock:
             if traffic.writing_bytes < nbytes:
                 return False
             if traffic.write_ns_per_byte * nbytes >= traffic.mover.retouch_ns(nbytes):
                 return False
-            traffic.changed.wait()
+            traffic.table.changed.wait()
         return True
 
     def _drop_behind_writes(self, of_pass: Pass, saved: SavedStorage | None) -> bool:
         if self._traffic.writing:
-            self._traffic.changed.wait()
+            self._traffic.table.changed.wait()
             return True
         return self._drop_prefetched(of_pass, saved)
 
@@ -217,7 +208,7 @@ class Eviction:
         if not self._traffic.tiers:
             return None
         used = None
-        for saved in self._last_first(of_pass, self._traffic.table.values()):
+        for saved in self._last_first(of_pass, self._traffic.table.entries.values()):
             if saved.state is not Residency.RESIDENT or saved is wanted_for:
                 continue
             if not self._traffic.may_go(saved) or not is_settled(saved):
@@ -235,13 +226,13 @@ class Eviction:
 
     def _evict(self, saved: SavedStorage) -> None:
         self._recorder.count("evicted")
-        with self._traffic.lock:
+        with self._traffic.table.lock:
             if saved.writing:
                 return  # another thread was quicker; it may have been needed since
             if saved.state is Residency.RESIDENT and saved.ticket is not None:
                 strip(saved)
                 saved.state = Residency.SPILLED  # a tier has its bytes already
-                self._traffic.let_go(saved)
+                self._traffic.table.drop_source(saved)
                 return
         self._traffic.spill(saved, "")
 

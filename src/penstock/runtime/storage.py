@@ -13,7 +13,17 @@ runtime that does either. All of it is guarded by the runtime's lock.
                           needed before it was written,       │      last user took it    ▼
                           or the write failed                 └────────────────────── RESTORED
 
-    Every state can also end in DEAD, when the last handle that autograd holds has died.
+    Every state can also end in DEAD, when the last handle that autograd holds has died. A storage below
+    the floor is SMALL from its save to its end. One that the plan keeps is KEPT, and becomes RESIDENT if
+    room is needed.
+
+[Note: kept storages]
+    A plan says what stays, but it could be wrong: then what stays has to go after all. A storage that is
+    ready to go has a record for the profile, a reference that holds it, and a lock around every look at
+    it; for a tensor that stays these would cost more than all else. So a KEPT storage is only charged to
+    the budget and noted in the table. When somebody needs room, all that are KEPT are *promoted*, at
+    once: each becomes RESIDENT. A KEPT storage leaves no facts about its slot, so a pass with such
+    storages tells the planner no more than whether it still is as it was planned.
 
 [Note: passes]
     A pass is a forward graph and its backward: the unit that is profiled, planned and prefetched. It
@@ -61,6 +71,12 @@ _KNOWS: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) >=
 _slot_key = lru_cache(maxsize=65536)(SlotKey)
 
 
+@lru_cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a type, as ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 class Telling(weakref.ref[Any]):
     """Tells torch when what it refers to is held again. See [Note: preserved objects]."""
 
@@ -83,6 +99,11 @@ else:
 class Residency(enum.Enum):
     """Which memory exists for a saved storage."""
 
+    SMALL = "small"
+    """Below the floor, or saved under a plan that moves nothing: its handles hold it, it is counted, and
+    it stays."""
+    KEPT = "kept"
+    """Kept by the plan: its handles hold it, and it is counted; see [Note: kept storages]."""
     RESIDENT = "resident"
     """The storage itself is held, and charged. If ``ticket`` is set, a tier has its bytes too."""
     WRITING = "writing"
@@ -125,8 +146,6 @@ class View(Protocol):
     """That; ``None`` once it is stripped."""
     unpacked: bool
     """True if it has been asked for."""
-    saved: SavedStorage | KeptStorage | None
-    """Storage of which it is a view."""
 
     def strip(self) -> None:
         """Let go of the storage, remembering the view."""
@@ -181,120 +200,165 @@ class Remake:
         self.digest: Digest | None = None
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedStorage:
     """One storage that autograd saved, however many saved tensors are views of it.
 
-    Guarded by the runtime's lock. What keeps which memory alive:
+    Guarded by the runtime's lock. The references that keep memory alive:
 
-    * ``storage`` is the only strong reference Penstock holds to memory: to the source while RESIDENT
-      or WRITING, to the restored copy while RESTORED, else ``None``.
-    * ``source`` and ``restored`` are weak: they tell whether somebody else (the user's frame, a node
-      that has unpacked but not finished) still holds a live copy that can be used again.
+    * ``storage`` is the only strong reference that Penstock holds to memory: to the source while RESIDENT
+      or WRITING, to the restored copy while RESTORED, else ``None``. What is KEPT or SMALL is held by the
+      views of its handles.
+    * ``source`` and ``restored`` are weak: they lead to a live copy that somebody else (the user's frame,
+      a node that has unpacked but not finished) holds, and that can be used again.
+
+    Fields below ``dtype`` have values once it is ``movable``: what is only counted does not pay for them.
+
+    Attributes:
+        state: Which memory exists for it.
+        cdata: Key in the table. Addresses are used again: ``source`` tells whose it is.
+        nbytes: Bytes of the storage.
+        source: The storage itself.
+        of_pass: The pass that saved it.
+        handles: Handles that are alive.
+        version: Version counter when it was saved; saves at another version are another SavedStorage.
+            A SMALL storage has none, and neither of the next two.
+        base: The tensor whose version counter ``version`` belongs to, which guards the whole storage; or
+            the storage itself, if its parts have counters of their own.
+        index: Position in its pass, in the order of saving.
+        slot: Module path, ordinal and bytes, if it was KEPT at first; else ``None``.
+        place: Path and type of the module that saved it, if it was KEPT at first.
+        dtype: Type of the first saved tensor, if it was KEPT at first.
+        record: Facts for the profile. Neither a KEPT nor a SMALL storage has any.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "awaits_maker",
+        "base",
+        "cdata",
+        "complete",
+        "deferred",
+        "dtype",
+        "encoding",
+        "handles",
+        "index",
+        "nbytes",
+        "of_pass",
+        "pending",
+        "place",
+        "read",
+        "record",
+        "refused_at_bytes",
+        "remake",
+        "restored",
+        "slot",
+        "source",
+        "state",
+        "storage",
+        "stuck",
+        "target",
+        "ticket",
+        "tier",
+        "version",
+        "views",
+        "writing",
+    )
+
+    state: Residency
     cdata: int
-    """Key in the executor's table; whose it is, ``source`` tells, for addresses are used again."""
     nbytes: int
-    version: int
-    """Version counter when it was saved; saves at another version are another SavedStorage."""
     source: weakref.ref[torch.UntypedStorage]
-    base: weakref.ref[torch.Tensor | torch.UntypedStorage]
-    """The tensor whose version counter ``version`` belongs to, which guards the whole storage; or the
-    storage itself, if its parts have counters of their own."""
     of_pass: Pass
+    handles: int
+    version: int
+    base: weakref.ref[torch.Tensor | torch.UntypedStorage]
     index: int
-    """Position in its pass, in the order of saving."""
-    record: SlotRecord
     storage: torch.UntypedStorage | None
-    state: Residency = Residency.RESIDENT
-    restored: weakref.ref[torch.UntypedStorage] | None = None
-    ticket: Any = None
-    """Claim on the bytes in ``tier``; kept until DEAD, because a graph may be walked again."""
-    tier: Any = None
-    writing: bool = False
-    """True if a write is under way, also after it was needed or has died: its charge stays."""
-    target: Any = None
-    """Device memory being filled, while READING."""
-    read: Any = None
-    """The transfer that fills it."""
-    handles: int = 1
-    complete: bool = True
+    slot: tuple[str, int, int] | None
+    place: tuple[str, str]
+    dtype: torch.dtype
+    record: SlotRecord
+    complete: bool
     """Only an in-place operation could change it, and a version counter would tell; see
     [Note: complete storages]."""
-    deferred: Decision | None = None
-    """Offloading postponed until it is known whether signs are enough. RESIDENT meanwhile."""
-    encoding: Encoding | None = None
-    """How its bytes in ``tier`` are encoded; ``None``: they are as they were."""
-    views: list[weakref.ref[View]] | None = None
-    """Handles that keep a view of the storage, to be stripped before it is spilled."""
-    pending: int = 1
+    views: list[weakref.ref[View]] | None
+    """Handles with a view of the storage, which they drop before it is spilled."""
+    pending: int
     """Handles that were never unpacked: while there are any, RESTORED memory is held for them."""
-    stuck: bool = False
+    restored: weakref.ref[torch.UntypedStorage] | None
+    ticket: Any
+    """Claim on the bytes in ``tier``; kept until DEAD, because a graph may be walked again."""
+    tier: Any
+    writing: bool
+    """True if a write is under way, also after it was needed or has died: its charge stays."""
+    target: Any
+    """Device memory being filled, while READING."""
+    read: Any
+    """The transfer that fills it."""
+    deferred: Decision | None
+    """Offloading postponed until it is known whether signs are enough. RESIDENT meanwhile."""
+    encoding: Encoding | None
+    """How its bytes in ``tier`` are encoded; ``None``: they are as they were."""
+    stuck: bool
     """Writing it has failed: it stays where it is."""
-    remake: Remake | None = None
-    """How its bytes are made again, when it is SPILLED and no tier has them."""
-    awaits_maker: bool = False
-    """True if it is dropped when the call that makes it ends. RESIDENT meanwhile."""
-    refused_at_bytes: int = -1
+    refused_at_bytes: int
     """Bytes that tiers held when they had no room for it: once they hold less, it is not ``stuck``."""
+    remake: Remake | None
+    """How its bytes are recomputed, when it is SPILLED and no tier has them."""
+    awaits_maker: bool
+    """True if it is dropped when the call that makes it ends. RESIDENT meanwhile."""
+
+    def __init__(
+        self,
+        state: Residency,
+        cdata: int,
+        nbytes: int,
+        source: weakref.ref[torch.UntypedStorage],
+        of_pass: Pass,
+    ) -> None:
+        """Describe a storage that has just been saved, with one handle."""
+        self.state = state
+        self.cdata = cdata
+        self.nbytes = nbytes
+        self.source = source
+        self.of_pass = of_pass
+        self.handles = 1
+
+    def hold(self, storage: torch.UntypedStorage, record: SlotRecord) -> None:
+        """Hold the storage, which can be moved from now on: it is RESIDENT."""
+        self.record = record
+        self.storage = storage
+        self.pending = 1
+        self.restored = None
+        self.ticket = None
+        self.tier = None
+        self.writing = False
+        self.target = None
+        self.read = None
+        self.deferred = None
+        self.encoding = None
+        self.stuck = False
+        self.refused_at_bytes = -1
+        self.remake = None
+        self.awaits_maker = False
+        self.state = Residency.RESIDENT
+
+    @property
+    def recorded(self) -> bool:
+        """True if it has a record; False while it is only counted."""
+        return self.state is not Residency.KEPT and self.state is not Residency.SMALL
 
     @property
     def key(self) -> SlotKey:
         """Name of the slot."""
+        if self.state is Residency.KEPT and self.slot is not None:
+            return _slot_key(*self.slot)
         return self.record.key
 
     @property
     def label(self) -> str:
         """Name in errors, logs and traces."""
-        return str(self.record.key)
-
-
-@dataclass(slots=True, eq=False)
-class KeptStorage:
-    """A storage that stays, however many saved tensors view it. Guarded by the runtime's lock."""
-
-    cdata: int
-    nbytes: int
-    version: int
-    source: weakref.ref[torch.UntypedStorage]
-    base: weakref.ref[torch.Tensor | torch.UntypedStorage]
-    of_pass: Pass
-    index: int
-    """Position in its pass, in the order of saving."""
-    place: tuple[str, str]
-    """Path and type of the module that saved it."""
-    ordinal: int
-    dtype: torch.dtype
-    view: weakref.ref[View]
-    """The first handle, whose view keeps the storage alive."""
-    more_views: tuple[weakref.ref[View], ...] = ()
-    """Those of the other handles."""
-    handles: int = 1
-    complete: bool = True
-    """As in ``SavedStorage``."""
-    promoted: SavedStorage | None = None
-    """Storage that it has become, once it can be spilled."""
-
-    @property
-    def key(self) -> SlotKey:
-        """Name of the slot."""
-        return SlotKey(self.place[0], self.ordinal, self.nbytes)
-
-    @property
-    def label(self) -> str:
-        """Name in errors."""
         return str(self.key)
-
-
-@dataclass(slots=True, eq=False)
-class SmallStorage:
-    """A saved storage below the floor."""
-
-    cdata: int
-    nbytes: int
-    source: weakref.ref[torch.UntypedStorage]
-    handles: int = 0
 
 
 class Pass:
@@ -308,10 +372,11 @@ class Pass:
         began_ns: When it began, by the recorder's clock.
         backward_began_ns: When the first of its storages was needed, by the recorder's clock.
         records: What was learnt about each slot, in the order of saving; not about those kept.
+        live: Storages that are not dead and not SMALL, by their position in the pass.
         saved_count: Storages above the floor that it has saved.
         ordinals: How many of them each module has saved, by its path.
-        kept: Those that only count, by their position in the pass. See [Note: kept storages].
-        kept_bytes: The sum of all that ever were in ``kept``.
+        kept_count: KEPT storages that are alive.
+        kept_bytes: The sum of all that ever were KEPT.
         promoted: Whether any of them had to be made ready to be spilled.
         small_bytes: The most bytes below the floor that were alive at once.
         small_count: Storages saved below the floor.
@@ -335,10 +400,10 @@ class Pass:
         self.records: list[SlotRecord] = []
         self.small_bytes = 0
         self.small_count = 0
-        self._live: dict[int, SavedStorage] = {}
+        self.live: dict[int, SavedStorage] = {}
         self.saved_count = 0
         self.ordinals: dict[str, int] = {}
-        self.kept: dict[int, KeptStorage] = {}
+        self.kept_count = 0
         self.kept_bytes = 0
         self.promoted = False
         self.spilled = False
@@ -391,35 +456,25 @@ class Pass:
 
     def add(self, saved: SavedStorage) -> None:
         """Remember a storage until it is dead, and its record until the pass has been profiled."""
-        self._live[saved.index] = saved
+        self.live[saved.index] = saved
         self.saved_count += 1
         self.records.append(saved.record)
         self._need = None  # saved during backward: the order of need changes
 
-    def promote(self, saved: SavedStorage) -> None:
-        """Note that a storage added as only kept can be spilled from now on."""
-        self._live[saved.index] = saved
-        self.promoted = True
-
     def remove(self, saved: SavedStorage) -> None:
         """The storage is dead."""
-        self._live.pop(saved.index, None)
+        self.live.pop(saved.index, None)
 
     @property
     def abandoned(self) -> bool:
         """Return whether its graph was dropped without backward (TRAPS rule 7), or grows without end."""
         if self.backward_start_ns is not None:
             return False
-        if self.kept or self._live:
+        if self.live:
             return self.saved_count > MAX_RECORDS
         return self.saved_count > 0
 
-    @property
-    def live(self) -> Iterator[SavedStorage]:
-        """Storages that are not dead and could be spilled, in the order of saving."""
-        return iter(sorted(self._live.values(), key=_index))
-
-    def arrive(self, saved: SavedStorage | KeptStorage, ranks: Mapping[MatchKey, int]) -> None:
+    def arrive(self, saved: SavedStorage, ranks: Mapping[MatchKey, int]) -> None:
         """``saved`` is being needed now: what follows it is expected next.
 
         Args:
@@ -443,7 +498,7 @@ class Pass:
         """
         need = self._need or ()
         while self._ahead < len(need):
-            following = self._live.get(need[self._ahead])
+            following = self.live.get(need[self._ahead])
             if following is not None:
                 if following.state is Residency.WRITING:
                     return None  # its turn comes when it has been written, or it is needed first
@@ -460,16 +515,15 @@ class Pass:
     def needed_last(self) -> Iterator[SavedStorage]:
         """Live storages, the one that will be needed last first."""
         if self._need is None:
-            yield from self.live
+            yield from sorted(self.live.values(), key=_index)
             return
         for index in reversed(self._need):
-            saved = self._live.get(index)
+            saved = self.live.get(index)
             if saved is not None:
                 yield saved
 
     def _order(self, ranks: Mapping[MatchKey, int]) -> None:
-        alive: list[SavedStorage | KeptStorage] = [*self._live.values(), *self.kept.values()]
-        alive.sort(key=_index, reverse=True)
+        alive = sorted(self.live.values(), key=_index, reverse=True)
         known = {saved.index: ranks.get(saved.key.match_key) for saved in alive}
         if None not in known.values():
             alive.sort(key=lambda saved: known[saved.index] or 0)
@@ -479,7 +533,7 @@ class Pass:
         self._here = self._ahead = 0
 
 
-def _index(saved: SavedStorage | KeptStorage) -> int:
+def _index(saved: SavedStorage) -> int:
     return saved.index
 
 

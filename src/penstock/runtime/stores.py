@@ -1,4 +1,4 @@
-"""Opens what a session spills to: engine, tiers, and the mover of its device; closes them together.
+"""Tiers of a session, and the mover of its device: opened and closed together.
 
 What devices that run behind the interpreter need is in :mod:`.cuda.accelerator`, loaded only for them.
 """

@@ -1,55 +1,34 @@
-"""One storage's moves between device memory and tiers, and its states on the way.
-
-[Note: the runtime's lock]
-    One lock guards every ``SavedStorage``, ``Pass`` and table of the runtime. Under it there is
-    bookkeeping only. Transfers are waited for, cancelled and given callbacks outside it, because a
-    transfer that settles runs its callbacks in the caller's thread, and those take the lock.
-"""
+"""Moves of one storage between device memory and tiers, and its states on the way."""
 
 from __future__ import annotations
 
-import threading
-import weakref
 from functools import partial
 from typing import Any, Final
 
-import torch
-
-from penstock.core.config import UNLIMITED
 from penstock.core.errors import (
     ClosedError,
     NoSpaceError,
     SourceChangedError,
     TransferError,
 )
-from penstock.core.locks import Lock
-from penstock.core.units import MIB, format_bytes
+from penstock.core.units import format_bytes
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.movers import Mover
 from penstock.runtime.storage import Encoding, Residency, SavedStorage, TensorRef
-from penstock.store.account import Account
+from penstock.runtime.table import StorageTable, is_edited, is_settled
 from penstock.store.base import Tier
 
-SAVED = "saved"
-"""Owner, in the device budget, of storages that are kept or await their write."""
-CREDIT_SHARE: Final = 256
-"""Part of a large budget that is taken at a time for storages that are small beside it."""
-LEAST_CREDIT_BYTES: Final = 1 * MIB
-MOST_CREDIT_BYTES: Final = 4 * MIB
 LATEST_SHARE: Final = 0.25
 """Of the latest write in the running mean of how long writes take."""
-SMALL = "small"
-"""Owner, in the device budget, of storages below the floor, which always stay."""
 
 
 class Traffic:
     """Writes and reads saved storages, and keeps their states. Thread-safe.
 
     Attributes:
-        lock: The runtime's lock.
-        changed: Notified when a write or a read has ended, or a storage has died.
+        table: Saved storages, with the runtime's lock.
         writing: Writes under way.
         writing_bytes: Of the storages that they free.
         write_ns_per_byte: How long the last writes took from their beginning to their end.
@@ -57,23 +36,21 @@ class Traffic:
         restored: Storages in the state RESTORED.
         failed: Whether a tier has refused or lost a write.
         closed: Whether the session is closed: nothing moves any more.
-        spare_bytes: Charged to the budget for storages to come; see ``take_spare``.
-        table: Saved storages whose source is alive, by its address: an entry goes before that can be
-            used again (TRAPS rule 27).
     """
 
     def __init__(
         self,
         *,
-        budget: Account,
+        table: StorageTable,
         tiers: dict[str, Tier],
         mover: Mover,
         active: ActiveOrders,
         recorder: Recorder,
     ) -> None:
         """Move nothing yet. ``active`` has encodings for what has no room as it is."""
-        self.lock = Lock()
-        self.changed = threading.Condition(self.lock)  # type: ignore[arg-type]
+        self.table = table
+        self._lock = table.lock
+        self._changed = table.changed
         self.writing = 0
         self.writing_bytes = 0
         self.write_ns_per_byte = 0.0
@@ -81,53 +58,10 @@ class Traffic:
         self.restored: dict[SavedStorage, None] = {}
         self.failed = False
         self.closed = False
-        self.table: dict[int, SavedStorage] = {}
         self.tiers = tiers
         self.mover = mover
-        self._budget = budget
         self._active = active
-        self._credit_bytes = _credit_bytes(budget.limit_bytes)
-        self.spare_bytes = 0
         self._recorder = recorder
-
-    # -- the charge of what is held ---------------------------------------------------------------
-
-    def take_spare(self, nbytes: int) -> bool:
-        """Charge a storage to what was taken in advance, if that is enough. Under the lock.
-
-        The budget is an account shared with other threads, with a timeline. To turn to it twice for
-        every tensor would cost more than everything else, so it is charged for some at once, where
-        they are small beside it. The charge is never below what they hold.
-        """
-        if nbytes > self.spare_bytes:
-            return False
-        self.spare_bytes -= nbytes
-        return True
-
-    def take(self, nbytes: int) -> bool:
-        """Charge a storage to the budget, and a few more in advance if there is room."""
-        if 4 * nbytes <= self._credit_bytes and self._budget.try_take(self._credit_bytes, SAVED):
-            with self.lock:
-                self.spare_bytes += self._credit_bytes - nbytes
-            return True
-        return self._budget.try_take(nbytes, SAVED)
-
-    def give(self, nbytes: int) -> None:
-        """Give back the charge of a storage. Under the lock."""
-        if 4 * nbytes > self._credit_bytes:
-            self._budget.free(nbytes, SAVED)
-            nbytes = 0
-        self.spare_bytes += nbytes
-        spare = self.spare_bytes
-        if spare > 2 * self._credit_bytes or spare == self._budget.used_by(SAVED):
-            self.give_spare()
-
-    def give_spare(self) -> int:
-        """Give back what was taken in advance; how much that was. Under the lock."""
-        spare, self.spare_bytes = self.spare_bytes, 0
-        if spare:
-            self._budget.free(spare, SAVED)
-        return spare
 
     # -- out --------------------------------------------------------------------------------------
 
@@ -143,13 +77,13 @@ class Traffic:
         del storage
         if encoding is None and self._active.shortage:
             encoding = self._active.fallback_encoding(saved.record)
-        with self.lock:
+        with self._lock:
             storage = saved.storage
             if saved.state is not Residency.RESIDENT or storage is None or saved.writing:
                 return
             if not is_settled(saved):
                 return
-            withdraw(self.table, saved, storage)
+            self.table.withdraw(saved, storage)
             saved.stuck = False
             saved.state = Residency.WRITING
             saved.writing = True
@@ -169,7 +103,7 @@ class Traffic:
         """Begin to write; ``None``, or if nobody can, whether that is because the last tier is full."""
         storage, full = saved.storage, False
         if storage is None:  # its last handle has died meanwhile
-            with self.lock:
+            with self._lock:
                 self._stays(saved)
             return None
         start_ns = self._recorder.clock.now_ns()
@@ -184,10 +118,10 @@ class Traffic:
                 )
                 continue
             except BaseException:  # Ctrl-C, say: who waits for writes must not wait for this one
-                with self.lock:
+                with self._lock:
                     self._stays(saved, stuck=False)
                 raise
-            with self.lock:
+            with self._lock:
                 saved.ticket, saved.tier = ticket, tier
                 saved.of_pass.spilled = True
             del storage  # or this frame would keep it alive when the write is done
@@ -200,7 +134,7 @@ class Traffic:
         shorter = None
         if full and not others and saved.encoding is None:
             shorter = self._active.encoding_when_refused(saved.record)
-        with self.lock:
+        with self._lock:
             if saved.state is not Residency.WRITING:
                 self._stays(saved, stuck=False)  # it was needed meanwhile, or its last handle died
                 return
@@ -245,12 +179,12 @@ class Traffic:
         full = isinstance(error, NoSpaceError)
         ticket = frame_bytes = None
         changed = False
-        with self.lock:
+        with self._lock:
             if error is None:
                 self.write_ns_per_byte += (taken - self.write_ns_per_byte) * LATEST_SHARE
             if saved.state is Residency.DEAD:  # whoever let it die left charge and ticket to us
                 ticket, saved.ticket = saved.ticket, None
-                self.give(saved.nbytes)
+                self.table.free(saved.nbytes)
                 self._over(saved)
                 full = False
             elif error is not None:
@@ -260,7 +194,7 @@ class Traffic:
                 if not full:
                     # else a kernel of backward may have: oneDNN's LSTM writes to what it has saved
                     changed = (
-                        waits and isinstance(error, SourceChangedError) and not _is_edited(saved)
+                        waits and isinstance(error, SourceChangedError) and not is_edited(saved)
                     )
                     broken = isinstance(error, OSError) and not isinstance(error, NoSpaceError)
                     self._stays(saved, stuck=broken or changed)
@@ -270,7 +204,7 @@ class Traffic:
                     saved.record.frame_bytes = frame_bytes
                 if saved.state is Residency.WRITING:
                     saved.state = Residency.SPILLED
-                    self.let_go(saved)
+                    self.table.drop_source(saved)
                 self._over(saved)  # else it was needed meanwhile: it stays, a later spill is free
         if ticket is not None:
             self.mover.discard(saved.tier, ticket)
@@ -288,12 +222,12 @@ class Traffic:
         saved.writing = False
         self.writing -= 1
         self.writing_bytes -= saved.nbytes
-        self.changed.notify_all()
+        self._changed.notify_all()
 
     def _stays(self, saved: SavedStorage, *, stuck: bool = True) -> None:
         """A write came to nothing. Under the lock."""
         if saved.state is Residency.DEAD:  # whoever let it die left the charge to us
-            self.give(saved.nbytes)
+            self.table.free(saved.nbytes)
         elif stuck:
             saved.stuck = self.failed = True
         if saved.state is Residency.WRITING:
@@ -302,7 +236,7 @@ class Traffic:
 
     def _stays_for_good(self, saved: SavedStorage) -> None:
         """To spill it would free nothing: neither this one nor, in the next plan, its slot's."""
-        with self.lock:
+        with self._lock:
             saved.stuck, saved.refused_at_bytes = True, -1
             saved.record.held_elsewhere = True
         self._recorder.count("kept.graph_memory")
@@ -316,11 +250,6 @@ class Traffic:
         if first:
             self._recorder.mark("graph_memory", slot=saved.label, nbytes=saved.nbytes)
 
-    def let_go(self, saved: SavedStorage) -> None:
-        """Drop the strong reference to a source, and its charge. Under the lock."""
-        saved.storage = None
-        self.give(saved.nbytes)
-
     # -- back -------------------------------------------------------------------------------------
 
     def fetch(self, saved: SavedStorage, priority: Priority, *, force: bool = False) -> bool:
@@ -331,14 +260,14 @@ class Traffic:
             priority: Whether somebody waits for it.
             force: Exceed the budget if need be.
         """
-        with self.lock:
+        with self._lock:
             if saved.state is not Residency.SPILLED:
                 return True
             ticket = saved.ticket
         target = self.mover.allocate(ticket, force=force)  # may take long: a device is asked
         if target is None:
             return False
-        with self.lock:
+        with self._lock:
             ours = saved.state is Residency.SPILLED
             if ours:
                 try:
@@ -357,7 +286,7 @@ class Traffic:
 
     def _arrived(self, saved: SavedStorage, transfer: Transfer) -> None:
         """A read has ended; runs in a worker of the engine."""
-        with self.lock:
+        with self._lock:
             self.reading -= 1
             target, saved.target, saved.read = saved.target, None, None
             if saved.state is Residency.DEAD:
@@ -370,7 +299,7 @@ class Traffic:
                 saved.storage = self.mover.finish(target)
                 saved.restored = TensorRef(saved.storage)
                 self.restored[saved] = None
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def retire(self, saved: SavedStorage) -> None:
         """Hold a RESTORED storage no longer: its users keep it alive. Under the lock."""
@@ -382,9 +311,9 @@ class Traffic:
 
     def drain(self) -> None:
         """Wait until nothing is being written or read."""
-        with self.lock:
+        with self._lock:
             while self.writing or self.reading:
-                self.changed.wait()
+                self._changed.wait()
 
     def bury(self, saved: SavedStorage) -> Any | None:
         """No handle is left: give back everything. Under the lock; from finalizers, by ``defer``.
@@ -396,13 +325,13 @@ class Traffic:
         if saved.state in (Residency.RESIDENT, Residency.WRITING):
             saved.storage = None
             if not saved.writing:
-                self.give(saved.nbytes)
+                self.table.free(saved.nbytes)
         elif saved.state is Residency.RESTORED:
             self.retire(saved)
         saved.state = Residency.DEAD
         saved.of_pass.remove(saved)
         if self.writing or self.reading:
-            self.changed.notify_all()
+            self._changed.notify_all()
         return ticket
 
     def discard(self, saved: SavedStorage, ticket: Any) -> None:
@@ -426,71 +355,6 @@ class Traffic:
             f"{saved.label} cannot be spilled, it goes to another tier or stays in memory: {error};"
             " further failures of this kind are only counted",
         )
-
-
-def _credit_bytes(limit_bytes: int) -> int:
-    """How much to take at a time: nothing of a small budget, for its user counts every byte."""
-    if limit_bytes >= UNLIMITED or limit_bytes < CREDIT_SHARE * LEAST_CREDIT_BYTES:
-        return 0
-    return min(limit_bytes // CREDIT_SHARE, MOST_CREDIT_BYTES)
-
-
-def strip(saved: SavedStorage) -> None:
-    """Have every handle let go of the storage. Under the lock."""
-    views, saved.views = saved.views, None
-    for ref in views or ():
-        view = ref()
-        if view is not None:
-            view.strip()
-
-
-def withdraw(
-    table: dict[int, SavedStorage], saved: SavedStorage, storage: torch.UntypedStorage
-) -> None:
-    """From here on the source of ``saved`` may die before its handles do. Under the lock."""
-    strip(saved)
-    saved.source = TensorRef(storage, partial(_forget_key, table, saved.cdata))
-
-
-def _forget_key(
-    table: dict[int, SavedStorage], cdata: int, dead: weakref.ref[torch.UntypedStorage]
-) -> None:
-    saved = table.get(cdata)
-    if saved is not None and saved.source is dead:
-        del table[cdata]
-
-
-def is_settled(saved: SavedStorage) -> bool:
-    """Return whether a RESIDENT storage's bytes are final. Under the lock.
-
-    See [Note: complete storages].
-    """
-    return saved.complete or not is_in_use(saved)
-
-
-def is_in_use(saved: SavedStorage) -> bool:
-    """Return whether anybody but us holds a RESIDENT storage, so that spilling it frees nothing."""
-    storage = saved.storage
-    if storage is None:
-        return True
-    ours = 1 + sum(view() is not None for view in saved.views or ())
-    return bool(torch._C._storage_Use_Count(storage._cdata) > ours)
-
-
-def _is_edited(saved: SavedStorage) -> bool:
-    """Return whether autograd knows that a storage was changed in place: its backward will raise."""
-    base = saved.base()
-    return isinstance(base, torch.Tensor) and base._version != saved.version
-
-
-def in_memory(saved: SavedStorage) -> torch.UntypedStorage | None:
-    """A live copy of its bytes, whoever holds it. Under the lock."""
-    storage = saved.storage
-    if storage is None:
-        storage = saved.source()
-    if storage is None and saved.restored is not None:
-        storage = saved.restored()
-    return storage
 
 
 def session_closed(label: str) -> ClosedError:

@@ -3,6 +3,16 @@
 Activations, optimizer records, gradients, checkpoints, data sets and suspended jobs submit to one queue,
 so that :class:`penstock.io.engine.Priority` orders all of their transfers: a demand read of backward
 overtakes a checkpoint that is being saved. GPU-direct engines are separate: they take other addresses.
+
+[Note: priorities]
+    - DEMAND: storages that backward waits for, batches that training waits for.
+    - PREFETCH: storages that backward will need; optimizer records, read and written; gradients, read;
+      checkpoints that are loaded, and those whose save is waited for; memory of a job that resumes.
+    - WRITE_BEHIND: storages, gradients and the memory of a suspended job, written; packed files.
+    - BACKGROUND: batches read ahead, and checkpoints saved beside training.
+
+    Within a priority the order is that of submission. No priority starves: see [Note: no starvation] in
+    :mod:`penstock.io.transfer_jobs`.
 """
 
 from __future__ import annotations

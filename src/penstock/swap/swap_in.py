@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import Final, NamedTuple
 
 import torch
@@ -13,13 +13,14 @@ import torch
 from penstock.core.errors import PenstockError
 from penstock.core.units import round_up
 from penstock.io import pages as memory
-from penstock.io.engine import Transfer
+from penstock.io.engine import Priority, Transfer
 from penstock.io.pages import PageRange
 from penstock.io.prefault import Prefault
 from penstock.staging import bytes_of, copy_across, ready_event
 from penstock.store.arena import Arena
 from penstock.store.base import Tier
 from penstock.store.pool import Block
+from penstock.store.window import TransferWindow
 from penstock.swap.recall import Recall
 from penstock.swap.write_batch import (
     BUFFER_BYTES,
@@ -36,7 +37,8 @@ _NO_PAGES: Final = PageRange(0, 0)
 class _Read(NamedTuple):
     batch: WriteBatch
     wanted: Sequence[Part]
-    transfer: Transfer
+    address: int
+    keep_alive: object
     block: Block | None = None
     """Buffer from which small pages are filled."""
     staged: torch.Tensor | None = None
@@ -72,8 +74,12 @@ class SwapIn:
         self._tier = tier
         self._recall = recall
         self._arena = Arena(BUFFERS * BUFFER_BYTES, owner="resume")
-        self._reads: deque[_Read] = deque()
-        self._staged_bytes = 0
+        self._reads = TransferWindow[_Read](
+            complete=self._deliver,
+            fail=self._read_failed,
+            release=self._free,
+            limit_bytes=STAGED_BYTES,
+        )
         self._to_come = Counter[SwappedStorage]()
 
     def run(self) -> None:
@@ -88,6 +94,7 @@ class SwapIn:
             with (
                 closing(self._arena),
                 Prefault([each.held.pages or _NO_PAGES for each in opened]) as supply,
+                self._reads,
             ):
                 for each, number in numbers.items():
                     if each.recalled:
@@ -96,15 +103,7 @@ class SwapIn:
                 for last, batch, parts in self._wanted_batches(numbers):
                     supply.wait_for(last)
                     self._begin(batch, parts)
-                while self._reads:
-                    self._end()
         finally:
-            for read in self._reads:  # after Ctrl-C
-                read.transfer.cancel()
-                with suppress(Exception):
-                    read.transfer.wait()
-                if read.block is not None:
-                    read.block.free()
             lost = [each.held.pages for each in opened if not each.restored]
             memory.protect_and_free(each for each in lost if each is not None)
 
@@ -145,52 +144,32 @@ class SwapIn:
             swapped.restored = True
 
     def _begin(self, batch: WriteBatch, wanted: Sequence[Part]) -> None:
+        def submit(priority: Priority) -> Transfer:
+            return self._tier.read(
+                batch.ticket, read.address, keep_alive=read.keep_alive, priority=priority
+            )
+
         try:
-            self._reads.append(self._read(batch, wanted))
+            read = self._prepare(batch, wanted)
+            self._reads.begin(read, submit, 0 if read.staged is None else read.staged.nbytes)
         except (PenstockError, OSError) as error:
             self._fail(wanted, error)
-        while self._staged_bytes > STAGED_BYTES:
-            self._end()
 
-    def _read(self, batch: WriteBatch, wanted: Sequence[Part]) -> _Read:
+    def _prepare(self, batch: WriteBatch, wanted: Sequence[Part]) -> _Read:
+        """Return a read to the pages themselves, or to a buffer; may complete earlier reads for it."""
         ticket, (swapped, pages, _) = batch.ticket, batch.parts[0]
         if len(batch.parts) > 1:
-            while (block := self._arena.allocate(BUFFER_BYTES, force=True)) is None:
-                self._end()
-            try:
-                transfer = self._tier.read(ticket, block.address, keep_alive=block)
-            except Exception:  # after Ctrl-C the transfer may have begun: the block stays in use
-                block.free()
-                raise
-            return _Read(batch, wanted, transfer, block=block)
+            block = self._reads.take(lambda: self._arena.allocate(BUFFER_BYTES, force=True))
+            assert block is not None, "nothing is in flight, but buffers are in use"
+            return _Read(batch, wanted, block.address, block, block=block)
         if pages is not None:
-            transfer = self._tier.read(ticket, pages.address, keep_alive=swapped.held.storage)
-            return _Read(batch, wanted, transfer)
+            return _Read(batch, wanted, pages.address, swapped.held.storage)
         granule = self._tier.spec.granule_bytes
+        self._reads.make_room(ticket.window.nbytes)
         buffer = torch.empty(ticket.window.nbytes + granule, dtype=torch.uint8)
         start = round_up(buffer.data_ptr(), granule) - buffer.data_ptr()
         target = buffer[start : start + ticket.window.nbytes]
-        transfer = self._tier.read(ticket, target.data_ptr(), keep_alive=target)
-        self._staged_bytes += target.nbytes
-        return _Read(batch, wanted, transfer, staged=target)
-
-    def _end(self) -> None:
-        """Wait for the oldest read."""
-        read = self._reads[0]
-        try:
-            read.transfer.wait()
-            self._deliver(read)
-        except (
-            PenstockError,
-            OSError,
-            RuntimeError,
-        ) as error:  # a device may be full: RuntimeError
-            self._fail(read.wanted, error)
-        self._reads.popleft()
-        if read.block is not None:
-            read.block.free()
-        if read.staged is not None:
-            self._staged_bytes -= read.staged.nbytes
+        return _Read(batch, wanted, target.data_ptr(), target, staged=target)
 
     def _deliver(self, read: _Read) -> None:
         ticket, storage = read.batch.ticket, read.wanted[0].swapped.held.storage
@@ -205,6 +184,16 @@ class SwapIn:
                 ctypes.memmove(pages.address, read.block.address + offset, pages.nbytes)
             self._to_come[swapped] -= 1
             swapped.restored = not self._to_come[swapped]
+
+    def _free(self, read: _Read) -> None:
+        if read.block is not None:
+            read.block.free()
+
+    def _read_failed(self, read: _Read, error: Exception) -> None:
+        """Note why storages are not restored. A device may be full: then torch raises RuntimeError."""
+        if not isinstance(error, (PenstockError, OSError, RuntimeError)):
+            raise error
+        self._fail(read.wanted, error)
 
     def _fail(self, wanted: Sequence[Part], error: BaseException) -> None:
         for part in wanted:

@@ -11,18 +11,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
 import torch
 
-from penstock.io.engine import Priority
+from penstock.io.engine import Priority, Transfer
 from penstock.io.pages import PageRange, around, huge_pages_within
 from penstock.staging import bytes_of, copy_across, ready_event
 from penstock.store.arena import Arena
-from penstock.store.base import Ticket, Tier
+from penstock.store.base import Tier
 from penstock.store.pool import Block
+from penstock.store.window import TransferWindow
 from penstock.swap.write_batch import (
     BUFFER_BYTES,
     BUFFERS,
@@ -54,68 +54,66 @@ class SwapOut:
             while_writing: Function called while most of the writes are running.
 
         Raises:
-            TransferError: A write failed. Running writes read the memory until their tickets settle.
+            TransferError: A write failed. No write is running then, but their tickets are held.
         """
-        self._send_devices([each for each in outgoing if each.held.pages is None])
-        small = list[tuple[SwappedStorage, PageRange]]()
-        for each in outgoing:
-            if each.held.pages is not None:
-                whole = huge_pages_within(each.held.pages)
-                if whole.nbytes:
-                    self._send((Part(each, whole),), *whole, keep_alive=each.held.storage)
-                small += ((each, rest) for rest in around(whole, each.held.pages))
-        while_writing()
-        with closing(Arena(BUFFERS * BUFFER_BYTES, owner="suspend")) as arena:
-            sent = deque[Ticket]()
+        with TransferWindow[None](
+            limit_bytes=STAGED_BYTES, priority=Priority.WRITE_BEHIND
+        ) as writes:
+            self._send_devices([each for each in outgoing if each.held.pages is None], writes)
+            small = list[tuple[SwappedStorage, PageRange]]()
+            for each in outgoing:
+                if each.held.pages is not None:
+                    whole = huge_pages_within(each.held.pages)
+                    if whole.nbytes:
+                        send = self._sending((Part(each, whole),), *whole, each.held.storage)
+                        writes.begin(None, send)
+                    small += ((each, rest) for rest in around(whole, each.held.pages))
+            while_writing()
+            self._send_gathered(small)
+
+    def _send_gathered(self, small: Sequence[tuple[SwappedStorage, PageRange]]) -> None:
+        """Write small pages through buffers.
+
+        Ahead of the queued writes: those block nothing, but these hold the buffers.
+        """
+        with (
+            closing(Arena(BUFFERS * BUFFER_BYTES, owner="suspend")) as arena,
+            TransferWindow[Block](release=Block.free, priority=Priority.PREFETCH) as writes,
+        ):
             for parts in packed(small):
-                while (block := arena.allocate(BUFFER_BYTES, force=True)) is None:
-                    sent.popleft().written.wait()
-                sent.append(self._send_gathered(parts, block))
-        for batch in self.batches:
-            batch.ticket.written.wait()
+                block = writes.take(lambda: arena.allocate(BUFFER_BYTES, force=True))
+                assert block is not None, "nothing is in flight, but buffers are in use"
+                for _, pages, offset in parts:
+                    assert pages is not None
+                    ctypes.memmove(block.address + offset, *pages)
+                    nbytes = offset + pages.nbytes
+                writes.begin(block, self._sending(parts, block.address, nbytes, block))
 
-    def _send_gathered(self, parts: tuple[Part, ...], block: Block) -> Ticket:
-        try:
-            for _, pages, offset in parts:
-                assert pages is not None
-                ctypes.memmove(block.address + offset, *pages)
-                nbytes = offset + pages.nbytes
-            # Ahead of the queued writes: those block nothing, but this one holds a buffer.
-            ticket = self._send(
-                parts, block.address, nbytes, keep_alive=block, priority=Priority.PREFETCH
-            )
-        except Exception:  # after Ctrl-C it may have begun: the block stays taken
-            block.free()
-            raise
-        ticket.written.add_done_callback(lambda _: block.free())
-        return ticket
-
-    def _send_devices(self, outgoing: Sequence[SwappedStorage]) -> None:
-        """Write storages of devices through host memory, within ``STAGED_BYTES``."""
-        staged = deque[Ticket]()
+    def _send_devices(
+        self, outgoing: Sequence[SwappedStorage], writes: TransferWindow[None]
+    ) -> None:
+        """Write storages of devices through host memory, within the limit of the window."""
         for each in outgoing:
             storage = each.held.storage
+            writes.make_room(storage.nbytes())
             source = torch.empty(storage.nbytes(), dtype=torch.uint8)
             copy_across(bytes_of(storage), source, ready_event(storage.device))
-            parts = (Part(each, None),)
-            staged.append(self._send(parts, source.data_ptr(), source.nbytes, keep_alive=source))
-            del source
-            while sum(one.nbytes for one in staged) > STAGED_BYTES:
-                staged.popleft().written.wait()
+            send = self._sending((Part(each, None),), source.data_ptr(), source.nbytes, source)
+            writes.begin(None, send, source.nbytes)
+            del source, send
 
-    def _send(
-        self,
-        parts: tuple[Part, ...],
-        address: int,
-        nbytes: int,
-        *,
-        keep_alive: object,
-        priority: Priority = Priority.WRITE_BEHIND,
-    ) -> Ticket:
+    def _sending(
+        self, parts: tuple[Part, ...], address: int, nbytes: int, keep_alive: object
+    ) -> Callable[[Priority], Transfer]:
+        """Return a function that begins to write a batch."""
         first, last = parts[0].swapped.held.name, parts[-1].swapped.held.name
         label = first if first == last else f"{first} to {last}"
-        ticket = self._tier.write(
-            address, nbytes, keep_alive=keep_alive, label=label, priority=priority
-        )
-        self.batches.append(WriteBatch(parts, ticket))
-        return ticket
+
+        def begin(priority: Priority) -> Transfer:
+            ticket = self._tier.write(
+                address, nbytes, keep_alive=keep_alive, label=label, priority=priority
+            )
+            self.batches.append(WriteBatch(parts, ticket))
+            return ticket.written
+
+        return begin

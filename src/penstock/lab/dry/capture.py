@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from penstock.core.config import UNLIMITED
 from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.exclusions import ProtectedStorages
 from penstock.hooks.modules import ModuleTracker
@@ -23,11 +22,20 @@ from penstock.lab.dry.ledger import StorageEntry, StorageLedger
 from penstock.observe.clock import ManualClock
 from penstock.observe.recorder import Recorder
 from penstock.plan.profile import PassProfile, Profile
-from penstock.runtime.executor import Executor
-from penstock.runtime.movers import CpuMover
+from penstock.runtime.active_orders import record_of
+from penstock.runtime.completion import Completion
+from penstock.runtime.movers import StreamOrder
 from penstock.runtime.profiling import profile_of
-from penstock.runtime.storage import SavedStorage
-from penstock.store.account import Account
+from penstock.runtime.storage import (
+    Origin,
+    Pass,
+    Residency,
+    SavedStorage,
+    SlotRecord,
+    TensorRef,
+    View,
+    dtype_name,
+)
 
 _NEED_INTERVAL_NS: Final = 1
 """Time between two needs of one autograd node, which happen at once; it preserves their order."""
@@ -54,17 +62,17 @@ class DryCapture:
             on_root=self._protected.add_module, on_missed_thread=lambda thread: None
         )
         self.backwards = 0
+        self._clock = clock
         self._profile: Profile | None = None
         recorder = Recorder(clock=clock, event_bytes=0)
-        budget = Account(UNLIMITED, name="dry profile")
-        self._mover = CpuMover(budget=budget)
-        self._executor = _Executor(budget=budget, tiers={}, mover=self._mover, recorder=recorder)
-        self._executor.record_into(clock, ledger)
+        self._holder = DryHolder(clock, ledger)
         self._boundaries = Boundaries(
             on_backward_end=self._on_backward_end, on_step=lambda optimizer: None
         )
         self._hooks = _Hooks(
-            executor=self._executor,
+            holder=self._holder,
+            completion=Completion(),
+            stream_order=StreamOrder(),
             protected=self._protected,
             modules=self.modules,
             boundaries=self._boundaries,
@@ -74,7 +82,7 @@ class DryCapture:
         )
         self._observer = self._hooks.observer = PassObserver(
             modules=self.modules,
-            compute_ns=self._executor.compute_ns,
+            compute_ns=clock.now_ns,
             storage_of=self._hooks.storage_of,
         )
 
@@ -83,7 +91,6 @@ class DryCapture:
         """Activate the hooks in this thread, with ``module`` as the root of slot names."""
         self.modules.register(module)
         with ExitStack() as stack:
-            stack.callback(self._mover.close)
             self.modules.attach()
             stack.callback(self.modules.detach)
             self._observer.attach()
@@ -96,56 +103,133 @@ class DryCapture:
         """Return the profile that a session would have measured of the step, which has ended."""
         if self._profile is not None:
             return self._profile
-        small = self._executor.small_only
-        return Profile("cpu", (), (PassProfile(1, 0, end_ns, end_ns),), *small)
+        running = self._holder.running
+        passes = (PassProfile(1, 0, end_ns, end_ns),)
+        return Profile("cpu", (), passes, running.small_bytes, running.small_count)
 
     def _on_backward_end(self) -> None:
         self.backwards += 1
         if self.backwards > 1:
             return
+        running = self._holder.running
+        if not running.records:
+            return
         alone = not_recomputable(self.modules.known())
-        self._executor.observed(self._observer.finish, self._observer.unrepeatable | alone)
-        record = self._executor.end_backward()
-        if record is not None and record.slots:
-            self._profile = profile_of([record], device="cpu", unrepeatable=record.unrepeatable)
+        running.operators = self._observer.finish(running.start_ns)
+        running.unrepeatable = frozenset(self._observer.unrepeatable | alone)
+        running.observed = True
+        running.end_ns = self._clock.now_ns()
+        record = record_of(running)
+        self._profile = profile_of([record], device="cpu", unrepeatable=record.unrepeatable)
 
 
-class _Executor(Executor):
-    """Executor that records in the ledger which storages are slots, and for how long."""
+class DryHolder:
+    """Notes which storages are slots, and for how long. A ``StorageHolder`` that moves nothing.
 
-    def record_into(self, clock: ManualClock, ledger: StorageLedger) -> None:
-        """Start to record in ``ledger`` at the times of ``clock``."""
+    Attributes:
+        running: The pass that is being saved or needed.
+    """
+
+    moves_nothing = False
+
+    def __init__(self, clock: ManualClock, ledger: StorageLedger) -> None:
+        """Note in ``ledger`` at the times of ``clock``."""
         self._clock = clock
         self._ledger = ledger
-        self._entries: dict[SavedStorage, StorageEntry] = {}
+        self._saved: dict[int, SavedStorage] = {}
+        self._slots: dict[SavedStorage, StorageEntry] = {}
+        self._small_bytes = 0
+        self.running = Pass(1, clock.now_ns(), clock.now_ns())
 
-    @property
-    def small_only(self) -> tuple[int, int]:
-        """Most bytes below the floor at once, and their count, in a pass that saved nothing else."""
-        return self._pass.small_bytes, self._pass.small_count
-
-    def save(self, storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> SavedStorage:
-        """Register a storage that autograd saves."""
-        saved = super().save(storage, *args, **kwargs)
+    def save(  # noqa: PLR0917  (as in the protocol)
+        self,
+        storage: torch.UntypedStorage,
+        nbytes: int,
+        view: View | None = None,
+        base: torch.Tensor | torch.UntypedStorage | None = None,
+        version: int = 0,
+        place: tuple[str, str] = ("", ""),
+        dtype: torch.dtype = torch.uint8,
+        complete: bool = True,
+        sign_only: bool = False,
+    ) -> SavedStorage:
+        """Note a storage that autograd saves, once for all its handles."""
+        if self.running.end_ns is not None or self.running.abandoned:
+            self.running = Pass(self.running.index + 1, self._clock.now_ns(), self._clock.now_ns())
+        running = self.running
+        known = self._saved.get(storage._cdata)
+        if known is not None and known.source() is storage and known.handles:
+            if view is None:
+                known.handles += 1
+                return known
+            if known.recorded and known.version == version and known.base() is base:
+                known.handles += 1
+                known.record.handles += 1
+                return known
+        state = Residency.SMALL if view is None else Residency.RESIDENT
+        saved = SavedStorage(state, storage._cdata, nbytes, TensorRef(storage), running)
+        self._saved[storage._cdata] = saved
+        if view is None or base is None:
+            running.small_count += 1
+            self._small_bytes += nbytes
+            running.small_bytes = max(running.small_bytes, self._small_bytes)
+            return saved
+        saved.version = version
+        saved.base = TensorRef(base)
+        saved.index = running.saved_count
+        key = running.new_key(place[0], nbytes)
+        origin = Origin(*place, dtype_name(dtype))
+        saved.hold(storage, SlotRecord(key, origin, self._clock.now_ns(), self._small_bytes))
+        running.add(saved)
         entry = self._ledger.find(storage)
         if entry is not None:
-            self._entries[saved] = entry
+            self._slots[saved] = entry
             self._ledger.enter_slot(entry)
         return saved
 
     def restore(self, saved: SavedStorage, *, first: bool) -> torch.UntypedStorage:
         """Return the fake storage, and advance the clock at its first need."""
-        asked = saved.record.needed_at_ns is not None
-        storage = super().restore(saved, first=first)
-        if not asked:
+        record, now_ns = saved.record, self._clock.now_ns()
+        if record.needed_at_ns is None:
+            record.needed_at_ns = now_ns
+            if saved.of_pass.backward_start_ns is None:
+                saved.of_pass.begin_backward(now_ns, now_ns)
             self._clock.advance(_NEED_INTERVAL_NS)
-        return storage
+        assert saved.storage is not None, f"{saved.label} has been released"
+        return saved.storage
 
     def release(self, saved: SavedStorage, unpacked: bool) -> None:
-        """Register that a handle has died."""
-        super().release(saved, unpacked)
-        if saved.handles <= 0 and saved in self._entries:
-            self._ledger.leave_slot(self._entries.pop(saved))
+        """Note that a handle has died."""
+        saved.handles -= 1
+        if saved.handles:
+            return
+        if self._saved.get(saved.cdata) is saved:
+            del self._saved[saved.cdata]
+        if not saved.recorded:
+            self._small_bytes -= saved.nbytes
+            return
+        saved.storage, saved.state = None, Residency.DEAD
+        saved.of_pass.remove(saved)
+        if saved in self._slots:
+            self._ledger.leave_slot(self._slots.pop(saved))
+
+    def prove(self, saved: SavedStorage, view: View, *, sign_only: bool) -> bool:
+        """Note whether a handle is only asked for signs; all bytes are there."""
+        if saved.recorded:
+            saved.record.sign_only_handles += sign_only
+        return True
+
+    def holds(
+        self,
+        storage: torch.UntypedStorage,
+        base: torch.Tensor | torch.UntypedStorage,
+        version: int,
+    ) -> bool:
+        """Return whether a storage was saved before, and is alive, at this version of its guard."""
+        known = self._saved.get(storage._cdata)
+        if known is None or known.source() is not storage:
+            return False
+        return not known.recorded or (known.version == version and known.base() is base)
 
 
 class _Hooks(SavedTensorHooks):
