@@ -123,7 +123,7 @@ def test_a_refusal_with_a_profile_names_what_does_for_the_whole_step(session_for
     limit = least - 64 * 1024
     with session_for(net, policy="auto", device_memory=limit) as session:
         train(net)
-        room, finished = session.executor._room, session.executor._pass
+        room, finished = session.executor._eviction, session.executor._pass
         with pytest.raises(BudgetError, match="does for a whole step as profiled") as refused:
             room.take(limit + 1, "test", name="it", of_pass=finished, saved=None)
         assert refused.value.least_bytes == session.executor.orders.min_budget_bytes() > limit

@@ -171,7 +171,7 @@ def build(name: str, *, quick: bool) -> tuple[_activations.Trainee, str]:
 
 
 def wait_for_writes(session: penstock.Session) -> None:
-    while session.executor._traffic.writing:
+    while session.executor._transfers.writing:
         time.sleep(0.001)
 
 

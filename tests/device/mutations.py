@@ -58,7 +58,6 @@ FILES = (
     "session.py",
     "runtime/digests.py",
     "runtime/executor.py",
-    "runtime/kept.py",
     "runtime/reads.py",
     "runtime/repeats.py",
     "runtime/remakes.py",
@@ -185,18 +184,18 @@ EARLY = {
         },
     },
     "runtime/executor.py": {
-        ("Executor.save", "what is saved leaves before it is complete"): {
+        ("Executor._admit", "what is saved leaves before it is complete"): {
             "self.completion.wait(action)": "action(True)"
+        },
+        ("Executor.save", "what is kept leaves before it is complete"): {
+            "self.completion.wait(partial(self._complete, saved, sign_only))": (
+                "self._complete(saved, sign_only, True)"
+            )
         },
     },
     "hooks/saved_tensors.py": {
         ("SavedTensorHooks.when_complete", "what is saved is read before it is complete"): {
             "        completion.wait(act)": "        act(True)"
-        },
-        ("SavedTensorHooks._pack_storage", "what is kept leaves before it is complete"): {
-            "self._completion.wait(partial(executor.complete_kept, kept))": (
-                "executor.complete_kept(kept, True)"
-            )
         },
         ("SavedTensorHooks._pack_span", "a part is copied out before it is complete"): {
             "            self._completion.wait(action)": "            action(True)"

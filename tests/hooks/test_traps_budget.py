@@ -198,7 +198,7 @@ def test_trap_29_a_retained_graph_may_be_evicted_unless_it_is_in_use(session_for
         loss.backward(retain_graph=True)
         (saved,) = movable(session).values()
         used = loss.grad_fn.next_functions[0][0]._saved_self
-        room = session.executor._room
+        room = session.executor._eviction
         with pytest.raises(BudgetError, match=f"beside {MIB} that cannot be moved away now"):
             room.make(5 * MIB, name="a test", of_pass=saved.of_pass, saved=None)
         del used
@@ -222,7 +222,7 @@ def test_trap_29_a_mask_is_in_use_too(session_for):
         loss.backward(retain_graph=True)
         (saved,) = movable(session).values()
         used = loss.grad_fn.next_functions[0][0]._saved_other
-        room = session.executor._room
+        room = session.executor._eviction
         with pytest.raises(BudgetError, match=f"beside {MIB} that cannot be moved away now"):
             room.make(5 * MIB, name="a test", of_pass=saved.of_pass, saved=None)
         content = used.clone()

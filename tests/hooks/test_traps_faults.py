@@ -186,7 +186,7 @@ def test_trap_23_the_last_resort_is_memory_beyond_the_budget(session_for, where,
         del activation
         wait_for_writes(session)
         assert session.budget.try_take(session.budget.free_bytes, "others")
-        session.executor._traffic.failed = True
+        session.executor._transfers.failed = True
         with pytest.warns(PenstockWarning, match="budget is exceeded"):
             back = session.hooks.unpack(packed)
         assert same_bits(back, expected)

@@ -19,7 +19,7 @@ from penstock.runtime import stores
 from penstock.runtime.cuda import accelerator
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.storage import Residency
-from penstock.runtime.traffic import Traffic
+from penstock.runtime.transfers import Transfers
 from penstock.store.wrappers import FaultyTier
 
 
@@ -275,10 +275,10 @@ def test_trap_35_a_pause_waits_for_what_is_under_way(link, disk_path):
         value = start * 1.5
         for _ in range(12):
             value = torch.sin(value)
-        traffic, lanes = session.executor._traffic, session._stores.mover._lanes
-        assert traffic.writing
+        transfers, lanes = session.executor._transfers, session._stores.mover._lanes
+        assert transfers.writing
         with session.paused():
-            assert not traffic.writing + traffic.reading
+            assert not transfers.writing + transfers.reading
             assert not any(lane._flying for lane in lanes.all())
             link.is_capturing = True
             torch.cos(start).sum().backward()  # saved as if there were no session
@@ -307,7 +307,7 @@ def test_what_another_thread_brings_back_meanwhile_is_brought_back_once(
 ):
     """The memory that was allocated for it is given up."""
     fetched = []
-    fetch, allocate = Traffic.fetch, CudaMover.allocate
+    fetch, allocate = Transfers.fetch, CudaMover.allocate
 
     def noted_fetch(traffic, saved, *args, **how):
         fetched.append(saved)
@@ -319,14 +319,14 @@ def test_what_another_thread_brings_back_meanwhile_is_brought_back_once(
             saved = fetched[-1]
             fetched.append(None)
             quicker = threading.Thread(
-                target=fetch, args=(session.executor._traffic, saved, Priority.DEMAND)
+                target=fetch, args=(session.executor._transfers, saved, Priority.DEMAND)
             )
             quicker.start()
             quicker.join()
             assert saved.state is not Residency.SPILLED
         return target
 
-    monkeypatch.setattr(Traffic, "fetch", noted_fetch)
+    monkeypatch.setattr(Transfers, "fetch", noted_fetch)
     monkeypatch.setattr(CudaMover, "allocate", slow_allocate)
     session = None
 

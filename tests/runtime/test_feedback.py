@@ -148,7 +148,7 @@ def test_reads_begin_no_sooner_than_their_trigger(session_for, disk):
         wait_for_writes(session)
         asked, early = [], []
         executor = session.executor
-        note, fetch = executor._note_need, executor._traffic.fetch
+        note, fetch = executor._note_need, executor._transfers.fetch
 
         def needing(saved):
             asked.append(places[saved.record.key.match_key])
@@ -158,7 +158,7 @@ def test_reads_begin_no_sooner_than_their_trigger(session_for, disk):
             early.append(places[saved.record.key.match_key] - max(asked))
             return fetch(saved, priority, **options)
 
-        executor._note_need, executor._traffic.fetch = needing, fetching
+        executor._note_need, executor._transfers.fetch = needing, fetching
         loss.backward()
         assert set(early) == {0, 1}
 
@@ -171,7 +171,7 @@ def test_without_triggers_reads_begin_as_soon_as_the_window_has_room(session_for
         wait_for_writes(session)
         begun = []
         executor = session.executor
-        fetch, note = executor._traffic.fetch, executor._note_need
+        fetch, note = executor._transfers.fetch, executor._note_need
 
         def fetching(saved, priority, **options):
             begun.append(needs[0])
@@ -182,7 +182,7 @@ def test_without_triggers_reads_begin_as_soon_as_the_window_has_room(session_for
             return note(saved)
 
         needs = [0]
-        executor._note_need, executor._traffic.fetch = needing, fetching
+        executor._note_need, executor._transfers.fetch = needing, fetching
         loss.backward()
         assert begun.count(1) >= len(plan.decisions) - 1, "all at the first need"
 

@@ -193,7 +193,7 @@ def test_nothing_goes_if_room_has_come_meanwhile(session_for, monkeypatch):
             return 0
 
         monkeypatch.setattr(executor._mover, "trim", trim)
-        executor._room.take(KIB, "test", name="it", of_pass=executor._pass, saved=None)
+        executor._eviction.take(KIB, "test", name="it", of_pass=executor._pass, saved=None)
         assert len(kept_of(session)) == 8
         assert counted(session, "evicted") == 0
         budget.free(KIB, "test")
@@ -330,7 +330,7 @@ def test_promotion_while_others_unpack(session_for):
                     if saved.state is Residency.RESIDENT
                 ]
                 for saved in victims:
-                    executor._room._evict(saved)
+                    executor._eviction._evict(saved)
 
         thread = threading.Thread(target=disturb)
         thread.start()

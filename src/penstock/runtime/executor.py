@@ -21,12 +21,12 @@ from penstock.plan.plan import Action, Decision
 from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
+from penstock.runtime.eviction import Eviction
 from penstock.runtime.inspection import DeviceState, held_slots
 from penstock.runtime.movers import RESTORED, Mover, StreamOrder
 from penstock.runtime.orders import Orders, PassRecord
 from penstock.runtime.reads import Reads
 from penstock.runtime.remakes import Remakes
-from penstock.runtime.room import Eviction
 from penstock.runtime.sampling import POSITIVE, CodecSampler, Sampler
 from penstock.runtime.storage import (
     MAX_RECORDS,
@@ -51,7 +51,7 @@ from penstock.runtime.table import (
     is_settled,
     keeps_signs,
 )
-from penstock.runtime.traffic import Traffic
+from penstock.runtime.transfers import Transfers
 from penstock.store.account import Account
 from penstock.store.base import Tier
 
@@ -112,26 +112,26 @@ class Executor:
         self._mover = mover
         self._table = StorageTable(budget)
         self._lock = self._table.lock
-        self._traffic = Traffic(
+        self._transfers = Transfers(
             table=self._table, tiers=tiers, mover=mover, active=self.active, recorder=recorder
         )
         self._use = mover.use if mover.runs_behind else None
-        self._room = Eviction(
+        self._eviction = Eviction(
             budget=budget,
-            traffic=self._traffic,
+            transfers=self._transfers,
             recorder=recorder,
             least_bytes=self._min_budget_bytes,
             time=self.time,
         )
         self._reads = Reads(
             active=self.active,
-            traffic=self._traffic,
-            room=self._room,
+            transfers=self._transfers,
+            eviction=self._eviction,
             recorder=recorder,
             restored_bytes=self._restored_bytes,
         )
         self.remakes = Remakes(
-            traffic=self._traffic, room=self._room, budget=budget, recorder=recorder
+            transfers=self._transfers, eviction=self._eviction, budget=budget, recorder=recorder
         )
         self.completion = Completion() if completion is None else completion
         self._make_sampler = make_sampler
@@ -274,7 +274,7 @@ class Executor:
             nbytes = missing
             name = f"{missing} bytes of tensors below the floor"
             try:
-                self._room.take(nbytes, SMALL, name=name, of_pass=small.of_pass, saved=None)
+                self._eviction.take(nbytes, SMALL, name=name, of_pass=small.of_pass, saved=None)
             except BaseException:
                 with self._lock:
                     table.end_small(small)
@@ -328,7 +328,7 @@ class Executor:
         """Hold a storage that can be moved, and do with it what the plan says."""
         table = self._table
         with self._lock:
-            if self._traffic.closed:
+            if self._transfers.closed:
                 raise ClosedError("the session is closed: it holds no more saved tensors")
             saved = self._register(storage, base, version, origin)
             saved.views = [weakref.ref(view)]
@@ -385,7 +385,7 @@ class Executor:
                 self._sampler = self._make_sampler()
             record.codecs = self._sampler.sample(storage, record.origin.dtype, sign_only=sign_only)
             self.time.wait_ends(waiting)
-            self._room.stalled(start_ns, StallCause.SAMPLING, saved.label)
+            self._eviction.stalled(start_ns, StallCause.SAMPLING, saved.label)
         return self.active.decide(record)
 
     def _follow(self, saved: SavedStorage, decision: Decision, sign_only: bool) -> None:
@@ -406,10 +406,10 @@ class Executor:
         start_ns = self._recorder.clock.now_ns()
         waiting = self.time.wait_begins()
         with self._lock:
-            while self._traffic.writing:
+            while self._transfers.writing:
                 self._table.changed.wait()
         self.time.wait_ends(waiting)
-        self._room.stalled(start_ns, StallCause.BUDGET, saved.label)
+        self._eviction.stalled(start_ns, StallCause.BUDGET, saved.label)
         self.active.sample_now()
 
     def prove(self, saved: SavedStorage, view: View, *, sign_only: bool) -> bool:
@@ -447,13 +447,13 @@ class Executor:
         if codec and registry.get(codec).accepts(dtype):
             encoding = Encoding(codec, dtype)
         start_ns = self._recorder.clock.now_ns()
-        self._traffic.spill(saved, tier, encoding)
+        self._transfers.spill(saved, tier, encoding)
         now_ns = self._recorder.clock.now_ns()
         self._recorder.span(Stage.PACK, start_ns, now_ns, nbytes=saved.nbytes, slot=saved.label)
 
     def _wait_for_room(self, saved: SavedStorage) -> None:
         try:
-            self._room.take(
+            self._eviction.take(
                 saved.nbytes, SAVED, name=saved.label, of_pass=saved.of_pass, saved=saved
             )
         except BaseException:
@@ -527,7 +527,7 @@ class Executor:
         with self._lock:
             saved.pending -= first
             if saved.pending <= 0 and saved.state is Residency.RESTORED:
-                self._traffic.retire(saved)
+                self._transfers.retire(saved)
         self._mover.use(storage)
         if waiting:
             self.time.wait_ends(waiting)
@@ -596,12 +596,12 @@ class Executor:
                 saved.pending -= 1
             if saved.handles > 0:
                 if saved.pending <= 0 and state is Residency.RESTORED:
-                    self._traffic.retire(saved)
+                    self._transfers.retire(saved)
                 return
             table.forget(saved)
-            ticket = self._traffic.bury(saved)
+            ticket = self._transfers.bury(saved)
         if ticket is not None:
-            self._traffic.discard(saved, ticket)
+            self._transfers.discard(saved, ticket)
         saved.remake = None  # and its handle to the input of that
 
     # -- passes -----------------------------------------------------------------------------------
@@ -690,7 +690,7 @@ class Executor:
 
     def inspect(self, device: str) -> DeviceState:
         """Return what is held and moved at this moment, under the name of the device."""
-        traffic, budget = self._traffic, self.budget
+        transfers, budget = self._transfers, self.budget
         with self._lock:
             slots = held_slots(list(self._passes))
             held = {owner: row.nbytes for owner, row in budget.holdings().items() if row.nbytes}
@@ -704,9 +704,9 @@ class Executor:
                 small_count=sum(each.state is _SMALL for each in self._table.entries.values()),
                 small_bytes=self._table.small_bytes,
                 restored_bytes=self._restored_bytes(),
-                writes=traffic.writing,
-                writing_bytes=traffic.writing_bytes,
-                reads=traffic.reading,
+                writes=transfers.writing,
+                writing_bytes=transfers.writing_bytes,
+                reads=transfers.reading,
                 pass_index=self._pass.index,
                 orders=self.orders,
             )
@@ -714,19 +714,19 @@ class Executor:
     def drain(self) -> None:
         """Wait for all that moves, where a device that runs behind has a part in it."""
         if self._mover.runs_behind:
-            self._traffic.drain()
+            self._transfers.drain()
             self._mover.drain()
 
     def use_mover(self, mover: Mover) -> None:
         """Move by ``mover`` from now on, which knows the tickets of the one before."""
-        self._mover = self._traffic.mover = mover
+        self._mover = self._transfers.mover = mover
 
     def close(self) -> None:
         """Save nothing more. A graph that is still alive keeps what of it is in memory."""
         if self._guard.in_child:
             return
         with self._lock:
-            self._traffic.closed = True
+            self._transfers.closed = True
         self.active.kept = frozenset()
 
 

@@ -11,10 +11,10 @@ from penstock.core.errors import BudgetError, ClosedError, PenstockError, Restor
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.active_orders import ActiveOrders
-from penstock.runtime.room import Eviction
+from penstock.runtime.eviction import Eviction
 from penstock.runtime.storage import Residency, SavedStorage
 from penstock.runtime.table import in_memory
-from penstock.runtime.traffic import Traffic, session_closed
+from penstock.runtime.transfers import Transfers, session_closed
 
 
 class Reads:
@@ -24,8 +24,8 @@ class Reads:
         self,
         *,
         active: ActiveOrders,
-        traffic: Traffic,
-        room: Eviction,
+        transfers: Transfers,
+        eviction: Eviction,
         recorder: Recorder,
         restored_bytes: Callable[[], int],
     ) -> None:
@@ -33,14 +33,14 @@ class Reads:
 
         Args:
             active: Has the order of need, the read window, and the triggers.
-            traffic: Moves the bytes.
-            room: Finds room for those that are waited for.
+            transfers: Moves the bytes.
+            eviction: Finds room for those that are waited for.
             recorder: Is told of waits.
             restored_bytes: Tells the device memory in use for restored storages.
         """
         self._active = active
-        self._traffic = traffic
-        self._room = room
+        self._transfers = transfers
+        self._eviction = eviction
         self._recorder = recorder
         self._restored_bytes = restored_bytes
 
@@ -55,12 +55,12 @@ class Reads:
         start_ns = self._recorder.clock.now_ns()
         cause = StallCause.LATE
         while True:
-            with self._traffic.table.lock:
+            with self._transfers.table.lock:
                 storage = in_memory(saved)
                 transfer = saved.read if saved.state is Residency.READING else None
             if storage is not None:
                 break
-            if self._traffic.closed:
+            if self._transfers.closed:
                 raise session_closed(saved.label)
             try:
                 if transfer is not None:
@@ -81,7 +81,7 @@ class Reads:
                 raise self._restore_error(saved, error) from error
         if cause is StallCause.DEMAND:
             self._recorder.count("prefetch.missed")
-        self._room.stalled(start_ns, cause, saved.label)
+        self._eviction.stalled(start_ns, cause, saved.label)
         now_ns = self._recorder.clock.now_ns()
         saved.record.waited_ns += now_ns - start_ns
         self._recorder.span(Stage.UNPACK, start_ns, now_ns, nbytes=saved.nbytes, slot=saved.label)
@@ -90,20 +90,20 @@ class Reads:
     def _makes_room(self, saved: SavedStorage) -> bool:
         """Move something else away; False if nothing is left to move."""
         try:
-            return self._room.make(
+            return self._eviction.make(
                 saved.nbytes, name=saved.label, of_pass=saved.of_pass, saved=saved
             )
         except BudgetError:
             return False
 
     def _begin_demand(self, saved: SavedStorage) -> None:
-        traffic = self._traffic
-        if traffic.fetch(saved, Priority.DEMAND):
+        transfers = self._transfers
+        if transfers.fetch(saved, Priority.DEMAND):
             self.ahead(saved, again=saved.pending <= 0)
             return
-        needed = traffic.mover.charge_bytes(saved.ticket)
-        if not self._room.make(needed, name=saved.label, of_pass=saved.of_pass, saved=saved):
-            traffic.fetch(saved, Priority.DEMAND, force=True)
+        needed = transfers.mover.charge_bytes(saved.ticket)
+        if not self._eviction.make(needed, name=saved.label, of_pass=saved.of_pass, saved=saved):
+            transfers.fetch(saved, Priority.DEMAND, force=True)
 
     def ahead(self, saved: SavedStorage, *, again: bool) -> None:
         """Begin to read what is needed after ``saved``, as far as the window allows.
@@ -113,16 +113,16 @@ class Reads:
             again: Whether its graph has been walked before, so that nothing is pending in it.
         """
         of_pass = saved.of_pass
-        orders, traffic = self._active.orders, self._traffic
-        with traffic.table.lock:
+        orders, transfers = self._active.orders, self._transfers
+        with transfers.table.lock:
             of_pass.arrive(saved, orders.ranks)
             if orders.triggers:
                 place = orders.ranks.get(saved.key.match_key, -1)
                 of_pass.place = max(of_pass.place, place)
         while True:
-            with traffic.table.lock:
+            with transfers.table.lock:
                 following = of_pass.next_spilled(again=again)
-            if following is None or traffic.closed:
+            if following is None or transfers.closed:
                 return
             key, triggers = following.record.key, orders.triggers
             if triggers and triggers.get(key.match_key, -1) > of_pass.place:
@@ -130,17 +130,17 @@ class Reads:
             if not self._window_allows(following):
                 of_pass.window_full = True
                 return
-            if not traffic.fetch(following, Priority.PREFETCH):
+            if not transfers.fetch(following, Priority.PREFETCH):
                 return
 
     def _window_allows(self, saved: SavedStorage) -> bool:
         window = self._active.orders.window_bytes
         if window is None:
             return True
-        needed = self._traffic.mover.target_bytes(saved.ticket)
+        needed = self._transfers.mover.target_bytes(saved.ticket)
         return self._restored_bytes() + needed <= window
 
     def _restore_error(self, saved: SavedStorage, error: BaseException) -> PenstockError:
-        if self._traffic.closed:
+        if self._transfers.closed:
             return session_closed(saved.label)
         return RestoreError(f"cannot restore {saved.label} for its backward: {error}")

@@ -16,11 +16,11 @@ from penstock.core.errors import HookError
 from penstock.core.locks import Lock
 from penstock.observe.recorder import Recorder, Stage
 from penstock.runtime.digests import Comparison, digest_of_storage
+from penstock.runtime.eviction import Eviction
 from penstock.runtime.remade import REMADE, Remaking
-from penstock.runtime.room import Eviction
 from penstock.runtime.storage import Remake, Residency, SavedStorage, TensorRef
 from penstock.runtime.table import in_memory
-from penstock.runtime.traffic import Traffic
+from penstock.runtime.transfers import Transfers
 from penstock.store.account import Account
 
 _ADVICE: Final = "give recompute=False, or a plan that does not make it again"
@@ -46,13 +46,13 @@ class Remakes:
     """
 
     def __init__(
-        self, *, traffic: Traffic, room: Eviction, budget: Account, recorder: Recorder
+        self, *, transfers: Transfers, eviction: Eviction, budget: Account, recorder: Recorder
     ) -> None:
         """For one executor."""
         self.maker: Maker | None = None
-        self._traffic = traffic
-        self._lock: Lock = traffic.table.lock
-        self._room = room
+        self._transfers = transfers
+        self._lock: Lock = transfers.table.lock
+        self._eviction = eviction
         self._budget = budget
         self._recorder = recorder
         self._proven: set[str] = set()
@@ -81,7 +81,7 @@ class Remakes:
             version: Of its tensor.
             remake: How to make it again.
         """
-        saved = self._traffic.table.entries.get(storage._cdata)
+        saved = self._transfers.table.entries.get(storage._cdata)
         if saved is None or not saved.awaits_maker or saved.source() is not storage:
             return
         saved.awaits_maker = False
@@ -90,17 +90,17 @@ class Remakes:
 
     def _drop(self, saved: SavedStorage, storage: torch.UntypedStorage, remake: Remake) -> None:
         """Hold a RESIDENT storage no longer; whoever else has it may keep it."""
-        self._traffic.mover.free_early(storage)
+        self._transfers.mover.free_early(storage)
         if remake.name not in self._proven:
             remake.digest = digest_of_storage(storage)
         with self._lock:
             if saved.state is not Residency.RESIDENT or saved.writing:
                 return
-            self._traffic.table.withdraw(saved, storage)
+            self._transfers.table.withdraw(saved, storage)
             saved.remake = remake
             saved.state = Residency.SPILLED
             del storage
-            self._traffic.table.drop_source(saved)
+            self._transfers.table.drop_source(saved)
 
     def demand(self, saved: SavedStorage) -> torch.UntypedStorage:
         """Make a storage again, for the calling thread; waits for room.
@@ -125,13 +125,13 @@ class Remakes:
                 remaking.made(storage)
             finally:
                 remaking.close()
-            self._traffic.mover.made(storage)
+            self._transfers.mover.made(storage)
             with self._lock:
                 if saved.state is Residency.SPILLED:
                     saved.state = Residency.RESTORED
                     saved.storage = storage
                     saved.restored = TensorRef(storage)
-                    self._traffic.restored[saved] = None
+                    self._transfers.restored[saved] = None
         end_ns = self._recorder.clock.now_ns()
         span = self._recorder.span
         span(Stage.RECOMPUTE, start_ns, end_ns, nbytes=saved.nbytes, slot=remake.name)
@@ -140,7 +140,7 @@ class Remakes:
     def _take(self, saved: SavedStorage, nbytes: int) -> None:
         if not self._budget.try_take(nbytes, REMADE):
             of_pass = saved.of_pass
-            self._room.take(nbytes, REMADE, name=saved.label, of_pass=of_pass, saved=saved)
+            self._eviction.take(nbytes, REMADE, name=saved.label, of_pass=of_pass, saved=saved)
 
     def _prove(self, saved: SavedStorage, remake: Remake, made: torch.UntypedStorage) -> None:
         if made.nbytes() != saved.nbytes:

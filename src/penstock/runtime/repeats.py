@@ -109,4 +109,4 @@ class Repeats:
         executor = self._executor
         if not executor.budget.try_take(nbytes, REMADE):
             name = f"what {path} makes again"
-            executor._room.take(nbytes, REMADE, name=name, of_pass=of_pass, saved=None)
+            executor._eviction.take(nbytes, REMADE, name=name, of_pass=of_pass, saved=None)

@@ -28,7 +28,7 @@ from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.storage import Pass, Residency, SavedStorage
 from penstock.runtime.table import SMALL, is_in_use, is_settled, strip
-from penstock.runtime.traffic import Traffic, session_closed
+from penstock.runtime.transfers import Transfers, session_closed
 from penstock.store.account import Account
 
 OTHERS_PATIENCE_S: Final = 2.0
@@ -55,7 +55,7 @@ class Eviction:
         self,
         *,
         budget: Account,
-        traffic: Traffic,
+        transfers: Transfers,
         recorder: Recorder,
         time: ComputeTime,
         least_bytes: Callable[[], int | None] = lambda: None,
@@ -64,14 +64,14 @@ class Eviction:
 
         Args:
             budget: Where room is made.
-            traffic: What can be moved.
+            transfers: What can be moved.
             recorder: Is told of waits.
             time: Is told how long callers have waited, to leave it out.
             least_bytes: Returns the least budget that does for a whole step, if that is known.
         """
         self._time = time
         self._budget = budget
-        self._traffic = traffic
+        self._transfers = transfers
         self._recorder = recorder
         self._least_bytes = least_bytes
 
@@ -127,21 +127,21 @@ class Eviction:
             BudgetError: Nothing is left to do.
             ClosedError: The session is closed, so that nothing can be moved.
         """
-        traffic = self._traffic
-        if traffic.closed:
+        transfers = self._transfers
+        if transfers.closed:
             raise session_closed(name)
         missing = nbytes - self._budget.free_bytes if from_budget else nbytes
-        if missing <= 0 or self._write_ends_sooner(missing) or traffic.mover.trim(missing) > 0:
+        if missing <= 0 or self._write_ends_sooner(missing) or transfers.mover.trim(missing) > 0:
             return True
-        with traffic.table.lock:
+        with transfers.table.lock:
             if from_budget and self._budget.free_bytes >= nbytes:
                 return True
-            if traffic.table.free_spare() or self._drop_behind_writes(of_pass, saved):
+            if transfers.table.free_spare() or self._drop_behind_writes(of_pass, saved):
                 return True
-            if traffic.reading:
-                traffic.table.changed.wait()
+            if transfers.reading:
+                transfers.table.changed.wait()
                 return True
-            traffic.table.promote_all()
+            transfers.table.promote_all()
             victim = self._victim(of_pass, saved)
         if victim is not None:
             self._evict(victim)
@@ -160,14 +160,14 @@ class Eviction:
 
     def _exceed(self, nbytes: int, name: str) -> bool:
         """Refuse to, where the limit is given and tiers could take more; else count it: False."""
-        traffic, advisory = self._traffic, self._budget.advisory
-        if not (traffic.failed or advisory):
+        transfers, advisory = self._transfers, self._budget.advisory
+        if not (transfers.failed or advisory):
             self._refuse(nbytes, name)
         if not advisory:
             self._recorder.warn(
                 f"budget.{self._budget.name}",
                 f"the {self._budget.name} budget is exceeded for {name}, because a tier has failed or"
-                f" is full, and nothing else can be moved away ({traffic.fill()}); give more"
+                f" is full, and nothing else can be moved away ({transfers.fill()}); give more"
                 " host_memory or flash_capacity, or a smaller batch; further cases are only counted",
             )
         self._recorder.count("budget.overflow")
@@ -175,18 +175,18 @@ class Eviction:
 
     def _write_ends_sooner(self, nbytes: int) -> bool:
         """Wait for a write, if that takes less than to have idle pages again that are given back."""
-        traffic = self._traffic
-        with traffic.table.lock:
-            if traffic.writing_bytes < nbytes:
+        transfers = self._transfers
+        with transfers.table.lock:
+            if transfers.writing_bytes < nbytes:
                 return False
-            if traffic.write_ns_per_byte * nbytes >= traffic.mover.retouch_ns(nbytes):
+            if transfers.write_ns_per_byte * nbytes >= transfers.mover.retouch_ns(nbytes):
                 return False
-            traffic.table.changed.wait()
+            transfers.table.changed.wait()
         return True
 
     def _drop_behind_writes(self, of_pass: Pass, saved: SavedStorage | None) -> bool:
-        if self._traffic.writing:
-            self._traffic.table.changed.wait()
+        if self._transfers.writing:
+            self._transfers.table.changed.wait()
             return True
         return self._drop_prefetched(of_pass, saved)
 
@@ -197,21 +197,21 @@ class Eviction:
         self._recorder.span(Stage.STALL, start_ns, end_ns, cause=cause, slot=name)
 
     def _drop_prefetched(self, of_pass: Pass, wanted_for: SavedStorage | None) -> bool:
-        for saved in self._last_first(of_pass, self._traffic.restored):
+        for saved in self._last_first(of_pass, self._transfers.restored):
             if saved.state is Residency.RESTORED and saved is not wanted_for:
-                self._traffic.retire(saved)
+                self._transfers.retire(saved)
                 self._recorder.count("prefetch.dropped")
                 return True
         return False
 
     def _victim(self, of_pass: Pass, wanted_for: SavedStorage | None) -> SavedStorage | None:
-        if not self._traffic.tiers:
+        if not self._transfers.tiers:
             return None
         used = None
-        for saved in self._last_first(of_pass, self._traffic.table.entries.values()):
+        for saved in self._last_first(of_pass, self._transfers.table.entries.values()):
             if saved.state is not Residency.RESIDENT or saved is wanted_for:
                 continue
-            if not self._traffic.may_go(saved) or not is_settled(saved):
+            if not self._transfers.may_go(saved) or not is_settled(saved):
                 continue
             if saved.pending > 0:
                 return saved
@@ -226,15 +226,15 @@ class Eviction:
 
     def _evict(self, saved: SavedStorage) -> None:
         self._recorder.count("evicted")
-        with self._traffic.table.lock:
+        with self._transfers.table.lock:
             if saved.writing:
                 return  # another thread was quicker; it may have been needed since
             if saved.state is Residency.RESIDENT and saved.ticket is not None:
                 strip(saved)
                 saved.state = Residency.SPILLED  # a tier has its bytes already
-                self._traffic.table.drop_source(saved)
+                self._transfers.table.drop_source(saved)
                 return
-        self._traffic.spill(saved, "")
+        self._transfers.spill(saved, "")
 
     def _refuse(self, nbytes: int, name: str) -> None:
         used = self._budget.used_bytes
@@ -260,7 +260,7 @@ class Eviction:
             f" ({small} of them in tensors below the floor, which stay); give at least {least} bytes"
             f" ({format_bytes(least)}){reach}"
             + (", or a lower `floor`, so that they can be moved" if 4 * small > limit else "")
-            + ("" if self._traffic.tiers else ", or name a flash directory to spill to")
+            + ("" if self._transfers.tiers else ", or name a flash directory to spill to")
             + (_BLOCKS if name.startswith(_COMPILED) else ""),
             slot=name,
             limit_bytes=limit,

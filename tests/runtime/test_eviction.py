@@ -10,7 +10,7 @@ from penstock.core.units import MIB
 from penstock.observe.clock import RealClock
 from penstock.observe.recorder import Recorder
 from penstock.runtime.compute_time import ComputeTime
-from penstock.runtime.room import Eviction
+from penstock.runtime.eviction import Eviction
 from penstock.runtime.table import SAVED, StorageTable
 from penstock.store.account import Account
 
@@ -27,7 +27,7 @@ class Rig:
         self.trimmed = []
         table = StorageTable(self.budget)
         table.promote_all = lambda: pytest.fail("nothing that is kept has to go")
-        self.traffic = SimpleNamespace(
+        self.transfers = SimpleNamespace(
             table=table,
             closed=False,
             writing=1,
@@ -40,7 +40,7 @@ class Rig:
         self.time = ComputeTime(RealClock(), timer)
         self.room = Eviction(
             budget=self.budget,
-            traffic=self.traffic,
+            transfers=self.transfers,
             recorder=Recorder(),
             time=self.time,
         )
@@ -51,10 +51,10 @@ class Rig:
         return nbytes
 
     def end_write(self):
-        with self.traffic.table.lock:
+        with self.transfers.table.lock:
             self.budget.free(4 * MIB, SAVED)
-            self.traffic.writing = self.traffic.writing_bytes = 0
-            self.traffic.table.changed.notify_all()
+            self.transfers.writing = self.transfers.writing_bytes = 0
+            self.transfers.table.changed.notify_all()
 
     def take(self, nbytes):
         self.room.take(nbytes, "test", name="it", of_pass=None, saved=None)
@@ -78,7 +78,7 @@ def test_a_write_is_waited_for_where_that_is_quicker():
 
 def test_pages_go_where_writes_would_not_free_enough():
     rig = Rig(write_ns_per_byte=0.1, touch_ns_per_byte=1.0)
-    rig.traffic.writing_bytes = MIB
+    rig.transfers.writing_bytes = MIB
     rig.take(2 * MIB)
     assert rig.trimmed == [2 * MIB]
 
@@ -108,9 +108,9 @@ def test_memory_of_other_products_is_waited_for(monkeypatch):
     rig = Rig(write_ns_per_byte=0.0, touch_ns_per_byte=0.0, parent=memory)
     rig.end_write()
     rig.budget.free(4 * MIB, ARENA)
-    rig.traffic.table.promote_all = lambda: None
-    vars(rig.traffic).update(restored={}, tiers={}, failed=False, reading=0)
-    rig.traffic.mover.trim = lambda nbytes: 0
+    rig.transfers.table.promote_all = lambda: None
+    vars(rig.transfers).update(restored={}, tiers={}, failed=False, reading=0)
+    rig.transfers.mover.trim = lambda nbytes: 0
     memory.force(12 * MIB, "a checkpoint")
     rig.budget.force(3 * MIB, SAVED)
     thread = threading.Timer(0.05, memory.free, (4 * MIB, "a checkpoint"))
@@ -118,7 +118,7 @@ def test_memory_of_other_products_is_waited_for(monkeypatch):
     of_pass = SimpleNamespace(needed_last=tuple)
     rig.room.take(2 * MIB, "test", name="it", of_pass=of_pass, saved=None)
     thread.join()
-    monkeypatch.setattr("penstock.runtime.room.OTHERS_PATIENCE_S", 0.01)
+    monkeypatch.setattr("penstock.runtime.eviction.OTHERS_PATIENCE_S", 0.01)
     memory.force(MIB, "a checkpoint")
     with pytest.raises(BudgetError, match=r"in the memory budget.*a checkpoint 9.00 MiB, device 5"):
         rig.room.take(3 * MIB, "test", name="it", of_pass=of_pass, saved=None)

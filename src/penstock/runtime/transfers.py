@@ -24,7 +24,7 @@ LATEST_SHARE: Final = 0.25
 """Of the latest write in the running mean of how long writes take."""
 
 
-class Traffic:
+class Transfers:
     """Writes and reads saved storages, and keeps their states. Thread-safe.
 
     Attributes:
