@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -37,6 +37,7 @@ from penstock.runtime.allowance import Allowance, FoundAllowance
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
+from penstock.runtime.inspection import SessionState, tier_state
 from penstock.runtime.loader_demand import LoaderReads, Loaders
 from penstock.runtime.memory_limit import SAVED_TENSORS, MemoryLimit
 from penstock.runtime.planner import Planner, PlannerSettings
@@ -454,6 +455,27 @@ class Session:
         if self._state == "new":
             raise ClosedError("summary: the session has not been opened")
         return summarize(self.recorder.snapshot(), self._facts(), self.recorder.steps())
+
+    def inspect(self) -> SessionState:
+        """Return what the session holds and moves at this moment: slots, transfers, levels, orders.
+
+        The value is frozen. It is for tests, debuggers and the curious: making it takes a lock and time
+        in proportion to the number of saved tensors.
+
+        Raises:
+            ClosedError: The session has not been opened.
+        """
+        if self._state == "new" or self._stores is None:
+            raise ClosedError("inspect: the session has not been opened")
+        devices = ((str(device), each) for device, each in self.devices.all.items())
+        return SessionState(
+            steps=self._steps,
+            suspended=self.suspended is not None,
+            devices=MappingProxyType({name: each.inspect(name) for name, each in devices}),
+            tiers=MappingProxyType(
+                {name: tier_state(name, tier) for name, tier in self._stores.tiers.items()}
+            ),
+        )
 
     # -- for data loaders on the same flash (penstock.data) -----------------------------------
 
