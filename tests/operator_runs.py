@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from offload_runs import same_bits, wait_for_writes
 from penstock.hooks import saved_tensors
+from penstock.hooks.handles import MovedHandle
 from penstock.observe.recorder import Stage
 
 SEED = 11
@@ -157,13 +158,14 @@ class Everything:
         monkeypatch.setattr(saved_tensors, "TINY_BYTES", 0)
         self.session = session
         self.handles = 0
-        pack = session.hooks._pack_storage
+        pack = session.hooks._pack
 
-        def counted(*args):
-            self.handles += 1
-            return pack(*args)
+        def counted(*args, **named):
+            packed = pack(*args, **named)
+            self.handles += isinstance(packed, MovedHandle)
+            return packed
 
-        monkeypatch.setattr(session.hooks, "_pack_storage", counted)
+        monkeypatch.setattr(session.hooks, "_pack", counted)
 
     def settle(self):
         """Until every saved tensor that may move is on flash and nowhere else."""

@@ -77,7 +77,7 @@ def test_a_loader_and_a_session_share_an_engine(session_for, floats, monkeypatch
             return submit(batch)
 
         monkeypatch.setattr(engine, "submit_batch", noted)
-        assert session._stores.tiers["flash"]._engine is engine
+        assert session._stores.tiers["flash"].engine is engine
         with FlashLoader(FlashDataset(path, memory="1MiB"), 64, seed=2, session=session) as loader:
             assert loader._plant.engine is engine
             train(net, loader, shared)

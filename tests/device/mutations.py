@@ -70,7 +70,6 @@ FILES = (
     "optim/gradients.py",
     "optim/overlap.py",
     "optim/gradient_spill.py",
-    "optim/journal.py",
     "optim/state_dict.py",
     "optim/states.py",
     "optim/update.py",

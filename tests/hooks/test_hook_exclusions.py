@@ -81,11 +81,11 @@ def test_the_address_of_a_dead_parameter_protects_nothing():
     activation = torch.ones(4)
     key = activation.untyped_storage()._cdata
     dead = torch.ones(4)
-    protected._storages[key] = weakref.ref(dead.untyped_storage())
+    protected.storages[key] = weakref.ref(dead.untyped_storage())
     assert not holds(protected, activation)
     del dead
     assert not holds(protected, activation)
-    protected._storages[key] = weakref.ref(activation.untyped_storage())
+    protected.storages[key] = weakref.ref(activation.untyped_storage())
     assert holds(protected, activation)
 
 
@@ -99,7 +99,7 @@ def test_modules_and_optimizers_are_not_kept_alive():
     del model, optimizer
     assert [ref() for ref in gone] == [None, None]
     protected.refresh()
-    assert not protected._storages
+    assert not protected.storages
 
 
 LEAVES = {

@@ -20,6 +20,7 @@ from penstock import (
 )
 from penstock.io.threads import Syscalls, ThreadEngine
 from penstock.optim import FlashAdamW, on_flash
+from penstock.store import FaultyTier, LoggedTier
 from penstock.testing.faults import Fail, FaultySyscalls
 from penstock.testing.shared_engine import shared_engine_replaced
 
@@ -117,6 +118,51 @@ def test_bytes_that_changed_on_flash_are_found(small, monkeypatch):
     give_gradients(params, 2)
     with pytest.raises(ChecksumError, match=r"tile \d+ \(parameters 0 of group 0 .*offset \d+ of"):
         a.step()
+    a.close()
+
+
+def with_wrapper(small, wrap):
+    """An optimizer whose records go through a wrapper of tiers, and its parameters."""
+    params = parameters()
+    optimizer = FlashAdamW(params, **small)
+    records = optimizer._penstock.store
+    records.tier = wrap(records.tier)
+    return optimizer, params
+
+
+def test_a_wrapper_of_tiers_sees_every_record_and_changes_no_bit(small):
+    log = []
+    a, ours = with_wrapper(small, lambda tier: LoggedTier(tier, log))
+    theirs = parameters()
+    train(a, ours)
+    train(torch.optim.AdamW(theirs, fused=True), theirs)
+    assert_same(ours, theirs)
+    records = a._penstock.store
+    for what, moved in (("write", records.written), ("read", records.read)):
+        assert moved == sum(entry.nbytes for entry in log if entry.what == what) > 0
+    a.close()
+    assert log[-1].what == "close"
+
+
+def test_a_tier_that_returns_other_bytes_is_found_out(small, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_VERIFY", "full")
+    a, params = with_wrapper(
+        small, lambda tier: FaultyTier(tier, fail_at=3, mode="corrupt", times=None)
+    )
+    with pytest.raises(ChecksumError, match=r"tile \d+ \(parameters "):
+        train(a, params)
+    a.close()
+
+
+def test_a_tier_that_refuses_a_write_leaves_the_record_in_memory(small):
+    a, ours = with_wrapper(small, lambda tier: FaultyTier(tier, fail_at={"write": 2}, mode="raise"))
+    theirs = parameters()
+    give_gradients(ours, 0)
+    with pytest.warns(PenstockWarning, match="stay in memory"):
+        a.step()
+    train(a, ours, steps=3, first=1)
+    train(torch.optim.AdamW(theirs, fused=True), theirs, steps=4)
+    assert_same(ours, theirs)
     a.close()
 
 

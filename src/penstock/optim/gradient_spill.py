@@ -99,7 +99,7 @@ class GradientSpill:
                 self._known_tiles = len(self._tiles)
         return self._pieces[param]
 
-    def use(self, engine: Engine) -> None:
+    def replace_engine(self, engine: Engine) -> None:
         """Use another engine from now on."""
         with self._lock:
             self._engine = engine

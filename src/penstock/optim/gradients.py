@@ -125,9 +125,9 @@ class Gradients:
         """Free memory that holds no gradient."""
         self._spill.trim()
 
-    def use(self, engine: Engine) -> None:
+    def replace_engine(self, engine: Engine) -> None:
         """Use another engine from now on."""
-        self._spill.use(engine)
+        self._spill.replace_engine(engine)
 
     def close(self) -> None:
         """Discard what is on flash. Idempotent."""

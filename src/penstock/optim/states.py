@@ -525,7 +525,7 @@ class FlashStates:
         """Have what moves from now on go through ``wrap(engine)``; neither of the two is closed."""
         self._engine = self.store.files.engine = wrap(self._engine)
         if self.gradients is not None:
-            self.gradients.use(self._engine)
+            self.gradients.replace_engine(self._engine)
 
     def close(self) -> None:
         """Wait for what is in flight, and free everything; the states are gone. Idempotent."""

@@ -125,8 +125,6 @@ class ActiveOrders:
         """Sample the rest of a crowded pass. Called while nothing is on its way out."""
         with self._lock:
             self.crowded = False
-            if self.sampling:
-                return
             if not self._can_encode:
                 self._scratch_bytes = self._open_codecs()
                 self._can_encode = self._scratch_bytes > 0
