@@ -25,8 +25,10 @@ from penstock import (
 from penstock.checkpoint import api, regions, tensors, values
 from penstock.checkpoint.disk import Directory, Disk, lock
 from penstock.checkpoint.values import DTYPES
+from penstock.core.errors import BudgetError
 from penstock.core.units import MIB
 from penstock.io.prefault import Prefault
+from penstock.store.account import host_account
 from penstock.store.arena import Arena
 
 STORE = small_store()
@@ -571,6 +573,30 @@ def test_where_there_is_no_memory_for_another_block_it_is_said(disk_path, monkey
     with pytest.raises(TransferError):
         STORE.save(disk_path / "a", {"x": torch.randn(60 * BLOCK // 4)}, codec="exponent")
     assert os.listdir(disk_path) == []
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("codec", [None, "exponent"])
+def test_buffers_are_fewer_where_the_process_has_no_memory_for_all(
+    codec, is_slow, disk_path, monkeypatch
+):
+    memory = host_account()
+    before = memory.used_bytes
+    saved = {"x": torch.randn(10 * MIB), "y": torch.randn(100)}
+    if is_slow:
+        monkeypatch.setattr("penstock.checkpoint.streams._DEVICE_BYTES_PER_S", 1e18)
+    monkeypatch.setattr(memory, "limit_bytes", before + 7 * MIB)
+    blocks = small_store(block_bytes=2 * MIB, file_bytes=8 * MIB)
+    blocks.save(disk_path / "a", saved, codec=codec)
+    assert_same(blocks.load(disk_path / "a"), saved)
+    assert memory.used_bytes == before
+    monkeypatch.setattr(memory, "limit_bytes", before + 5 * MIB)
+    with pytest.raises(BudgetError, match=r"3 buffers of a checkpoint: .* memory budget"):
+        blocks.save(disk_path / "b", saved, codec=codec)
+    assert os.listdir(disk_path) == ["a"]
+    with pytest.raises(BudgetError, match="3 buffers of a checkpoint"):
+        blocks.load(disk_path / "a")
+    assert memory.used_bytes == before
 
 
 def test_new_memory_is_asked_for_ahead_and_no_more_than_is_taken(disk_path, monkeypatch):
