@@ -36,7 +36,7 @@ import torch
 import _results
 import penstock
 from penstock.checkpoint import Checkpointer
-from penstock.checkpoint.store import CheckpointStore
+from penstock.checkpoint.api import CheckpointStore
 from penstock.core.units import MIB
 from penstock.io.aio import default_engine
 from penstock.io.engine import Engine, File

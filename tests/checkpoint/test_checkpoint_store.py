@@ -22,9 +22,9 @@ from penstock import (
     TransferError,
     checkpoint,
 )
-from penstock.checkpoint import moves, prepared, store, values
+from penstock.checkpoint import api, regions, tensors, values
 from penstock.checkpoint.disk import Directory, Disk, lock
-from penstock.checkpoint.dtypes import DTYPES
+from penstock.checkpoint.values import DTYPES
 from penstock.core.errors import BudgetError
 from penstock.core.units import MIB
 from penstock.io.prefault import Prefault
@@ -43,10 +43,10 @@ def test_devices_are_waited_for_before_other_threads_copy_from_them(disk_path, m
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     devices = [torch.device("cpu"), *[torch.device("cuda", index) for index in (1, 0, 1)]]
-    moves.await_devices(devices)
+    regions.await_devices(devices)
     assert sorted(waited, key=str) == [torch.device("cuda", 0), torch.device("cuda", 1)]
     asked = []
-    monkeypatch.setattr(prepared, "await_devices", asked.extend)
+    monkeypatch.setattr(tensors, "await_devices", asked.extend)
     STORE.save(disk_path / "a", {"x": torch.ones(8)})
     assert asked == [torch.device("cpu")]
 
@@ -607,7 +607,7 @@ def test_new_memory_is_asked_for_ahead_and_no_more_than_is_taken(disk_path, monk
             asked.extend(pages)
             super().__init__(pages)
 
-    monkeypatch.setattr(store, "Prefault", Noted)
+    monkeypatch.setattr(api, "Prefault", Noted)
     sizes = {"large": 65 * MIB, "next": 40 * MIB, "third": 30 * MIB, "small": 1000}
     old = {name: torch.full((size,), 7, dtype=torch.uint8) for name, size in sizes.items()}
     checkpoint.save(disk_path / "a", old)

@@ -23,7 +23,7 @@ import penstock
 from offload_runs import GatedTier, assert_nothing_held, same_bits, session_in, wait_until
 from pages_resident import resident_bytes
 from penstock import checkpoint
-from penstock.checkpoint.store import CheckpointStore
+from penstock.checkpoint.api import CheckpointStore
 from penstock.core.errors import (
     CheckpointError,
     ClosedError,
@@ -489,7 +489,7 @@ def test_what_could_not_be_read_is_tried_again_though_the_checkpoint_is_gone(
 
     with session_in(spill(disk_path), model) as session:
         monkeypatch.setattr(
-            checkpoint.front, "CheckpointStore", lambda: CheckpointStore(file_bytes=MIB)
+            checkpoint.api, "CheckpointStore", lambda: CheckpointStore(file_bytes=MIB)
         )
         checkpoint.save(tmp_path / "saved", {"model": model})
         penstock.suspend(session, checkpoint=tmp_path / "saved", state={"model": model})

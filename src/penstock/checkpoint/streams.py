@@ -22,9 +22,9 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from penstock.checkpoint.moves import Region
-from penstock.checkpoint.threads import in_thread
+from penstock.checkpoint.regions import Region
 from penstock.core.errors import TransferError
+from penstock.core.threads import in_thread
 from penstock.core.units import MIB, round_down, round_up
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, read_end
