@@ -266,7 +266,7 @@ class Executor:
         table.entries[cdata] = small
         current.small_count += 1
         held = table.small_bytes = table.small_bytes + nbytes
-        if held > current.small_bytes:
+        if held > current.small_bytes:  # noqa: PLR1730  (hot: a call costs)
             current.small_bytes = held
         if held > table.small_taken_bytes:
             self._charge_small(small, held - table.small_taken_bytes)
