@@ -16,8 +16,7 @@ from typing import Any, Final
 
 import xxhash
 
-from penstock.checkpoint.dtypes import DTYPES
-from penstock.checkpoint.values import MAX_DEPTH, FormError, Json, whole
+from penstock.checkpoint.values import DTYPES, MAX_DEPTH, FormError, Json, whole
 from penstock.core.files import parse_json
 from penstock.core.units import KIB, MIB
 

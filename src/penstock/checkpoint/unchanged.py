@@ -8,14 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.checkpoint.blocks import agrees
-from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.frames import Encoder
-from penstock.checkpoint.leaves import Leaf
 from penstock.checkpoint.manifest import FileEntry, Manifest, TensorEntry, blocks_of
-from penstock.checkpoint.packing import FilePlan
-from penstock.checkpoint.prepared import Prepared
 from penstock.checkpoint.streams import BlockWrites, Buffers, fill
+from penstock.checkpoint.tensors import FilePlan, Leaf, Prepared
+from penstock.checkpoint.writer import EncodedBody, agrees
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

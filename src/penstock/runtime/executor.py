@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -21,6 +22,7 @@ from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.eviction import Eviction
+from penstock.runtime.inspection import DeviceState, held_slots
 from penstock.runtime.movers import RESTORED, Mover, StreamOrder
 from penstock.runtime.orders import Orders, PassRecord
 from penstock.runtime.reads import Reads
@@ -54,7 +56,7 @@ from penstock.store.account import Account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
-    from penstock.runtime.cuda.allowance import Allowance
+    from penstock.runtime.allowance import Allowance
 
 _KEPT: Final = Residency.KEPT
 _SMALL: Final = Residency.SMALL
@@ -135,6 +137,7 @@ class Executor:
         self._make_sampler = make_sampler
         self._sampler: CodecSampler | None = None
         self._guard = fork_guard()
+        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         self._pass = self._new_pass(0)
         self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
 
@@ -625,7 +628,9 @@ class Executor:
     def _new_pass(self, index: int) -> Pass:
         if self.time.timer is not None:
             self.time.timer.begin()
-        return Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
+        made = Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
+        self._passes.add(made)
+        return made
 
     def follow(self, orders: Orders) -> None:
         """Follow other orders from now on. Between passes."""
@@ -677,6 +682,11 @@ class Executor:
             limit_bytes = self._set_limit(self.allowance.settle())
         return self.active.end_pass(finished, limit_bytes=limit_bytes)
 
+    def give_way(self, nbytes: int) -> None:
+        """Begin to free ``nbytes`` for other parts of Penstock. In any thread; does not wait."""
+        if not self._guard.in_child:
+            self._eviction.give_way(nbytes, self._pass)
+
     def end_step(self) -> int | None:
         """End a step; return the new limit of the device budget, if less memory is left than before."""
         limit_bytes = None if self.allowance is None else self.allowance.grown()
@@ -695,6 +705,29 @@ class Executor:
         middle_ns = finished.backward_began_ns or end_ns
         span(Stage.FORWARD, finished.began_ns, middle_ns, slot=f"pass {finished.index}")
         span(Stage.BACKWARD, middle_ns, end_ns, slot=f"pass {finished.index}")
+
+    def inspect(self, device: str) -> DeviceState:
+        """Return what is held and moved at this moment, under the name of the device."""
+        transfers, budget = self._transfers, self.budget
+        with self._lock:
+            slots = held_slots(list(self._passes))
+            held = {owner: row.nbytes for owner, row in budget.holdings().items() if row.nbytes}
+            return DeviceState(
+                device=device,
+                limit_bytes=budget.limit_bytes,
+                used_bytes=budget.used_bytes,
+                peak_bytes=budget.peak_bytes,
+                holdings=MappingProxyType(held),
+                slots=slots,
+                small_count=sum(each.state is _SMALL for each in self._table.entries.values()),
+                small_bytes=self._table.small_bytes,
+                restored_bytes=self._restored_bytes(),
+                writes=transfers.writing,
+                writing_bytes=transfers.writing_bytes,
+                reads=transfers.reading,
+                pass_index=self._pass.index,
+                orders=self.orders,
+            )
 
     def drain(self) -> None:
         """Wait for all that moves, where a device that runs behind has a part in it."""

@@ -1,4 +1,7 @@
-"""Data files, written while their checksums are taken; what the checkpoint before has is not written.
+"""Data files, written while their checksums are computed; blocks that the base has are not written.
+
+A file with encoded tensors has a header that is known last: its blocks fill as bytes come, and the first
+of them waits.
 
 [Note: unchanged blocks]
     With a base, the blocks of a file are compared with those of the base's file of that name, by checksum
@@ -10,20 +13,254 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import ctypes
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
-from penstock.checkpoint.blocks import Blocks, agrees
+import numpy as np
+
 from penstock.checkpoint.disk import Directory, Disk
-from penstock.checkpoint.encoded import EncodedBody
-from penstock.checkpoint.manifest import FileEntry, Manifest, blocks_of
-from penstock.checkpoint.streams import BlockWrites, Buffers, Regions, fill
-from penstock.checkpoint.threads import all_at_once
+from penstock.checkpoint.frames import ALIGNMENT_BYTES, Encoder
+from penstock.checkpoint.manifest import FRAME_BYTES, FileEntry, Manifest, TensorEntry, blocks_of
+from penstock.checkpoint.regions import Region
+from penstock.checkpoint.streams import BlockWrites, Buffers, Regions, digest, fill
+from penstock.checkpoint.tensors import FilePlan, Leaf, header_of
+from penstock.checkpoint.values import name_of
+from penstock.codec.base import HEADER_BYTES, Bytes
 from penstock.core.errors import CheckpointError, TransferError
+from penstock.core.threads import all_at_once
+from penstock.core.units import round_up
 from penstock.io.files import DirectFile, open_at
+from penstock.store.pool import Block
 from penstock.store.window import TransferWindow
+
+
+class FileSpan(NamedTuple):
+    """A stretch of a file, valid until the next one is asked for.
+
+    Attributes:
+        address: Where it is in memory.
+        nbytes: How long it is.
+        read_end: Bytes of the plain file before this are not read any more.
+    """
+
+    address: int
+    nbytes: int
+    read_end: int
+
+
+class EncodedBody:
+    """Body of a file, then its header: lengths are known only afterwards.
+
+    Attributes:
+        header_bytes: What the header takes, whatever comes.
+        most_bytes: The longest that the file can be.
+    """
+
+    def __init__(
+        self,
+        plan: FilePlan,
+        leaves: Sequence[Leaf],
+        regions: Sequence[tuple[int, Region]],
+        encoder: Encoder,
+    ) -> None:
+        """Make nothing yet.
+
+        Args:
+            plan: The file as it would be without a codec.
+            leaves: All of the state's.
+            regions: What is in that file, the header first.
+            encoder: Makes frames.
+        """
+        self._places: dict[int, tuple[int, int]] = {}
+        self._numbers = plan.leaves
+        self._leaves = [leaves[index] for index in plan.leaves]
+        by_place = dict(regions[1:])
+        self._regions: list[tuple[int, Region | None]] = []
+        offset = len(plan.header)
+        for leaf in self._leaves:
+            self._regions.append((offset, by_place[offset] if leaf.nbytes else None))
+            offset += leaf.nbytes
+        self._encoder = encoder
+        self._pays = [
+            region is not None and encoder.pays(region, name_of(leaf.tensor.dtype))
+            for leaf, (_, region) in zip(self._leaves, self._regions, strict=True)
+        ]
+        longest = {
+            leaf.name: _most_bytes(leaf.nbytes)
+            for leaf, pays in zip(self._leaves, self._pays, strict=True)
+            if pays
+        }
+        self.header_bytes = len(header_of(self._leaves, longest))
+        self.most_bytes = self.header_bytes + sum(
+            longest.get(leaf.name, leaf.nbytes) for leaf in self._leaves
+        )
+
+    def spans(self) -> Iterator[FileSpan]:
+        """All of it but the header, in order. Raises CheckpointError if a tensor was changed."""
+        offset = self.header_bytes
+        for index, number in enumerate(self._numbers):
+            begin = offset
+            start, region = self._regions[index]
+            if region is not None:
+                for memory, end in self._made(index, region):
+                    offset += memory.size
+                    yield FileSpan(memory.ctypes.data, memory.size, start + end)
+            self._places[number] = begin, offset - begin if self._pays[index] else 0
+
+    def enter(self, entries: list[TensorEntry]) -> None:
+        """Say where its tensors are, in what a manifest says of all; when all spans were made."""
+        for number, (offset, stored) in self._places.items():
+            entry = replace(entries[number], offset_bytes=offset)
+            if stored:
+                entry = replace(entry, codec=self._encoder.name, stored_bytes=stored)
+            entries[number] = entry
+
+    def header(self) -> bytes:
+        """The header; call it when all spans were made."""
+        encoded = {
+            leaf.name: self._places[number][1]
+            for number, leaf in zip(self._numbers, self._leaves, strict=True)
+            if self._places[number][1]
+        }
+        return header_of(self._leaves, encoded, self.header_bytes)
+
+    def _made(self, index: int, region: Region) -> Iterator[tuple[Bytes, int]]:
+        if self._pays[index]:
+            return self._encoder.frames(region, name_of(self._leaves[index].tensor.dtype))
+        return _pieces(region)
+
+
+def _most_bytes(nbytes: int) -> int:
+    return round_up(nbytes + HEADER_BYTES * -(-nbytes // FRAME_BYTES), ALIGNMENT_BYTES)
+
+
+def _pieces(region: Region) -> Iterator[tuple[Bytes, int]]:
+    """A tensor's bytes as they are, piece by piece, and where each ends."""
+    memory = np.empty(min(FRAME_BYTES, region.nbytes), np.uint8)
+    for start in range(0, region.nbytes, FRAME_BYTES):
+        stop = min(start + FRAME_BYTES, region.nbytes)
+        region.copy_out(start, stop, memory.ctypes.data)
+        yield memory[: stop - start], stop
+
+
+class Blocks:
+    """Blocks of a file that fill as bytes come. The first is kept until the header is known.
+
+    Attributes:
+        nbytes: How long the file is so far.
+        differs: Whether a block is not as in the base.
+    """
+
+    def __init__(
+        self,
+        out: BlockWrites,
+        block_bytes: int,
+        header_bytes: int,
+        file: DirectFile | None,
+        base: FileEntry | None,
+    ) -> None:
+        """Begin behind the header.
+
+        Args:
+            out: Takes blocks to the device.
+            block_bytes: How long they are.
+            header_bytes: How long the header is.
+            file: Where they go; None: nowhere, they are compared.
+            base: What they are compared with.
+        """
+        self.nbytes = header_bytes
+        self.differs = False
+        self._out = out
+        self._size = block_bytes
+        self._first = header_bytes // block_bytes
+        self._file = file
+        self._known = () if base is None else base.sums
+        self._sums: dict[int, str] = {}
+        self._block: Block | None = None
+        self._kept: Block | None = None
+
+    def put(self, address: int, nbytes: int) -> None:
+        """Add bytes. Raises TransferError."""
+        while nbytes:
+            if self._block is None:
+                self._block = self._out.room()
+            at = self.nbytes % self._size
+            count = min(nbytes, self._size - at)
+            ctypes.memmove(self._block.address + at, address, count)
+            self.nbytes += count
+            address += count
+            nbytes -= count
+            if self.nbytes % self._size == 0:
+                self._close()
+
+    def end(self, header: bytes) -> tuple[str, ...]:
+        """The checksums of all blocks; those with the header are the last to be written."""
+        if self._block is not None:
+            self._close()
+        for index, begin in enumerate(range(0, len(header), self._size)):
+            part = header[begin : begin + self._size]
+            block = None
+            if index == self._first:
+                block, self._kept = self._kept, None
+            if block is None:
+                block = self._out.room()
+            ctypes.memmove(block.address, part, len(part))
+            self._send(index, block)
+        block, self._kept = self._kept, None
+        if block is not None:  # the header ends where a block does
+            self._send(self._first, block)
+        return tuple(self._sums[index] for index in range(len(self._sums)))
+
+    def give_back(self) -> None:
+        """Free the buffer of a block that was not sent."""
+        for block in (self._block, self._kept):
+            if block is not None:
+                self._out.give(block)
+        self._block = self._kept = None
+
+    def _close(self) -> None:
+        block, self._block = self._block, None
+        assert block is not None
+        index = (self.nbytes - 1) // self._size
+        if index == self._first:
+            self._kept = block
+        else:
+            self._send(index, block)
+
+    def _send(self, index: int, block: Block) -> None:
+        begin = index * self._size
+        nbytes = min(self._size, self.nbytes - begin)
+        found = self._sums[index] = digest(block.address, nbytes)
+        if self._file is not None:
+            self._out.send(self._file, begin, nbytes, block)
+            return
+        self._out.give(block)
+        self.differs |= index >= len(self._known) or self._known[index] != found
+
+
+def agrees(body: EncodedBody, out: BlockWrites, block_bytes: int, known: FileEntry) -> bool:
+    """Return whether a file with encoded tensors is known, by its checksums; nothing is written.
+
+    Args:
+        body: What is in it.
+        out: Has blocks; nothing is sent.
+        block_bytes: How long they are.
+        known: The file.
+    """
+    blocks = Blocks(out, block_bytes, body.header_bytes, None, known)
+    try:
+        for span in body.spans():
+            blocks.put(span.address, span.nbytes)
+            if blocks.differs:
+                return False
+        sums = blocks.end(body.header())
+    finally:
+        blocks.give_back()
+    return (blocks.nbytes, sums) == (known.nbytes, known.sums)
+
 
 _MOST_OPEN: Final = 64
 """Files are waited for together at the end, for then a journal is written once. Not all can be open."""

@@ -13,7 +13,7 @@ from typing import Final
 from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.frames import Decoding
 from penstock.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, blocks_of
-from penstock.checkpoint.moves import Region
+from penstock.checkpoint.regions import Region
 from penstock.checkpoint.streams import Buffers, Wanted, digest, empty, read_blocks
 from penstock.checkpoint.values import FormError
 from penstock.core.errors import (
