@@ -56,6 +56,7 @@ FOLDERS = ("runtime/cuda",)
 FILES = (
     "staging.py",
     "session.py",
+    "store/window.py",
     "runtime/digests.py",
     "runtime/executor.py",
     "runtime/reads.py",
