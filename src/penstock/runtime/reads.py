@@ -1,4 +1,4 @@
-"""Reading back what was spilled: ahead, as far as the window allows, or while backward waits."""
+"""Reads of spilled storages: ahead, as far as the window allows, or while backward waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.runtime.transfers import Transfers, session_closed
 
 
 class Reads:
-    """When reads begin. Thread-safe; called without the runtime's lock."""
+    """Begins reads. Thread-safe; called without the runtime's lock."""
 
     def __init__(
         self,
@@ -32,11 +32,11 @@ class Reads:
         """Read nothing yet.
 
         Args:
-            active: Has the order of need, the read window, and the triggers.
+            active: Order of need, read window and triggers.
             transfers: Moves the bytes.
-            eviction: Finds room for those that are waited for.
-            recorder: Is told of waits.
-            restored_bytes: Tells the device memory in use for restored storages.
+            eviction: Finds room for demanded storages.
+            recorder: Receives spans of waits.
+            restored_bytes: Returns the device memory in use for restored storages.
         """
         self._active = active
         self._transfers = transfers
@@ -45,7 +45,7 @@ class Reads:
         self._restored_bytes = restored_bytes
 
     def demand(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """Bring bytes from a tier while the caller waits.
+        """Read a storage from a tier while the caller waits; return it.
 
         Raises:
             RestoreError: They cannot be read back.
@@ -88,7 +88,7 @@ class Reads:
         return storage
 
     def _makes_room(self, saved: SavedStorage) -> bool:
-        """Move something else away; False if nothing is left to move."""
+        """Evict something else; return False if nothing is left to evict."""
         try:
             return self._eviction.make(
                 saved.nbytes, name=saved.label, of_pass=saved.of_pass, saved=saved
@@ -109,7 +109,7 @@ class Reads:
         """Begin to read what is needed after ``saved``, as far as the window allows.
 
         Args:
-            saved: What is being unpacked.
+            saved: The storage that is being unpacked.
             again: Whether its graph has been walked before, so that nothing is pending in it.
         """
         of_pass = saved.of_pass

@@ -1,4 +1,4 @@
-"""Moves of one storage between device memory and tiers, and its states on the way."""
+"""Transfers of saved storages between device memory and tiers, and their states meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.runtime.table import StorageTable, is_edited, is_settled
 from penstock.store.base import Tier
 
 LATEST_SHARE: Final = 0.25
-"""Of the latest write in the running mean of how long writes take."""
+"""Weight of the latest write in the running mean of the time that writes take."""
 
 
 class Transfers:
@@ -30,12 +30,12 @@ class Transfers:
     Attributes:
         table: Saved storages, with the runtime's lock.
         writing: Writes under way.
-        writing_bytes: Of the storages that they free.
-        write_ns_per_byte: How long the last writes took from their beginning to their end.
+        writing_bytes: Bytes of the storages that they free.
+        write_ns_per_byte: Running mean of the time from the beginning of a write to its end.
         reading: Reads under way.
         restored: Storages in the state RESTORED.
-        failed: Whether a tier has refused or lost a write.
-        closed: Whether the session is closed: nothing moves any more.
+        failed: True once a tier has refused or lost a write.
+        closed: True once the session is closed: nothing moves any more.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Transfers:
         active: ActiveOrders,
         recorder: Recorder,
     ) -> None:
-        """Move nothing yet. ``active`` has encodings for what has no room as it is."""
+        """Move nothing yet. ``active`` has encodings for storages that no tier has room for."""
         self.table = table
         self._lock = table.lock
         self._changed = table.changed
@@ -72,7 +72,7 @@ class Transfers:
         """
         storage = saved.storage
         if storage is not None and not self.mover.frees(storage):
-            self._stays_for_good(saved)
+            self._keep_graph_memory(saved)
             return
         del storage
         if encoding is None and self._active.shortage:
@@ -91,62 +91,54 @@ class Transfers:
             self.writing += 1
             self.writing_bytes += saved.nbytes
             del storage
-        self._try(saved, self._order(first_tier))
+        self._write(saved, self._order(first_tier))
 
-    def _try(self, saved: SavedStorage, order: list[Tier]) -> None:
-        """Write a WRITING storage to the first of these tiers that has room, or see what else is left."""
-        full = self._begin(saved, order)
-        if full is not None:
-            self._try_others(saved, [], full=full)
+    def _write(self, saved: SavedStorage, tiers: list[Tier], *, full: bool = False) -> None:
+        """Write a WRITING storage to the first of ``tiers`` that takes it.
 
-    def _begin(self, saved: SavedStorage, order: list[Tier]) -> bool | None:
-        """Begin to write; ``None``, or if nobody can, whether that is because the last tier is full."""
-        storage, full = saved.storage, False
-        if storage is None:  # its last handle has died meanwhile
+        Args:
+            saved: The storage.
+            tiers: Tiers that have not refused it. If all do, and the last one is full, all are asked
+                again for an encoded storage, where there is an encoding for it.
+            full: Whether the last tier that was asked is full.
+        """
+        while True:
+            encoding = None
+            if full and not tiers and saved.encoding is None:
+                encoding = self._active.encoding_when_refused(saved.record)
             with self._lock:
-                self._stays(saved)
-            return None
-        start_ns = self._recorder.clock.now_ns()
-        for place, tier in enumerate(order, start=1):
+                storage = saved.storage
+                if saved.state is not Residency.WRITING or storage is None:
+                    self._fail_write(saved, stuck=False)  # it was needed, or it is dead
+                    return
+                if encoding is not None:
+                    saved.encoding, tiers = encoding, self._order("")
+                if not tiers:
+                    saved.refused_at_bytes = self.held_bytes if full else -1
+                    self._fail_write(saved)
+                    return
+            tier, *tiers = tiers
+            start_ns = self._recorder.clock.now_ns()
             try:
                 ticket = self.mover.write(storage, tier, saved.label, saved.encoding)
             except TransferError as error:  # full, most often; or the file cannot even be made
                 full = isinstance(error, NoSpaceError)
                 self._note_failure(f"spill.full.{tier.spec.name}", saved, error)
-                error.__traceback__ = (
-                    None  # its frames hold the handle, and a tier may hold the error
-                )
+                # its frames hold the handle, and a tier may hold the error
+                error.__traceback__ = None
                 continue
-            except BaseException:  # Ctrl-C, say: who waits for writes must not wait for this one
+            except BaseException:  # Ctrl-C, for example: waits for writes must not include this one
                 with self._lock:
-                    self._stays(saved, stuck=False)
+                    self._fail_write(saved, stuck=False)
                 raise
             with self._lock:
                 saved.ticket, saved.tier = ticket, tier
                 saved.of_pass.spilled = True
             del storage  # or this frame would keep it alive when the write is done
-            ticket.written.add_done_callback(partial(self._written, saved, start_ns, order[place:]))
-            return None
-        return full
+            ticket.written.add_done_callback(partial(self._written, saved, start_ns, tiers))
+            return
 
-    def _try_others(self, saved: SavedStorage, others: list[Tier], *, full: bool) -> None:
-        """A write came to nothing: ask other tiers, then all again for less if they are ``full``."""
-        shorter = None
-        if full and not others and saved.encoding is None:
-            shorter = self._active.encoding_when_refused(saved.record)
-        with self._lock:
-            if saved.state is not Residency.WRITING:
-                self._stays(saved, stuck=False)  # it was needed meanwhile, or its last handle died
-                return
-            if not (others or shorter):
-                saved.refused_at_bytes = self.held_bytes if full else -1
-                self._stays(saved)
-                return
-            if shorter is not None:
-                saved.encoding, others = shorter, self._order("")
-        self._try(saved, others)
-
-    def may_go(self, saved: SavedStorage) -> bool:
+    def can_spill(self, saved: SavedStorage) -> bool:
         """Return whether a RESIDENT storage can be spilled, as far as is known. Under the lock."""
         return not saved.stuck or self.held_bytes < saved.refused_at_bytes
 
@@ -155,8 +147,8 @@ class Transfers:
         """Bytes that tiers hold."""
         return sum(tier.held_bytes for tier in self.tiers.values())
 
-    def fill(self) -> str:
-        """How full the tiers are, for people."""
+    def usage(self) -> str:
+        """Return how full the tiers are, as text for errors."""
         return ", ".join(
             f"{name} holds {format_bytes(tier.held_bytes)} of {format_bytes(tier.spec.capacity_bytes)}"
             for name, tier in self.tiers.items()
@@ -169,10 +161,10 @@ class Transfers:
     def _written(
         self, saved: SavedStorage, start_ns: int, others: list[Tier], transfer: Transfer
     ) -> None:
-        """A write has ended; runs in a worker of the engine, or where it was cancelled.
+        """Handle the end of a write, in a worker of the engine or in the thread that cancelled it.
 
-        ``others`` are the tiers that were not asked: how long frames are shows late, so that one may
-        turn out to be full only when some of them are written.
+        ``others`` are the tiers that were not asked: lengths of frames are known late, so a tier may turn
+        out to be full only when some of them are written.
         """
         error = transfer.error
         taken = (self._recorder.clock.now_ns() - start_ns) / saved.nbytes
@@ -182,14 +174,14 @@ class Transfers:
         with self._lock:
             if error is None:
                 self.write_ns_per_byte += (taken - self.write_ns_per_byte) * LATEST_SHARE
-            if saved.state is Residency.DEAD:  # whoever let it die left charge and ticket to us
+            if saved.state is Residency.DEAD:  # its charge and ticket were left to this write
                 ticket, saved.ticket = saved.ticket, None
                 self.table.free(saved.nbytes)
-                self._over(saved)
+                self._end_write(saved)
                 full = False
             elif error is not None:
                 ticket, saved.ticket = saved.ticket, None
-                waits = saved.state is Residency.WRITING  # nobody has needed it meanwhile
+                waits = saved.state is Residency.WRITING  # it has not been needed meanwhile
                 full = full and waits
                 if not full:
                     # else a kernel of backward may have: oneDNN's LSTM writes to what it has saved
@@ -197,7 +189,7 @@ class Transfers:
                         waits and isinstance(error, SourceChangedError) and not is_edited(saved)
                     )
                     broken = isinstance(error, OSError) and not isinstance(error, NoSpaceError)
-                    self._stays(saved, stuck=broken or changed)
+                    self._fail_write(saved, stuck=broken or changed)
             else:
                 if saved.encoding is not None:
                     frame_bytes = getattr(saved.ticket, "frame_bytes", None)
@@ -205,7 +197,8 @@ class Transfers:
                 if saved.state is Residency.WRITING:
                     saved.state = Residency.SPILLED
                     self.table.drop_source(saved)
-                self._over(saved)  # else it was needed meanwhile: it stays, a later spill is free
+                # else it was needed meanwhile: it stays, a later spill is free
+                self._end_write(saved)
         if ticket is not None:
             self.mover.discard(saved.tier, ticket)
         if isinstance(error, OSError):
@@ -216,26 +209,26 @@ class Transfers:
         if frame_bytes is not None:
             self._active.note_frames(saved.record, frame_bytes)
         if full:
-            self._try_others(saved, others, full=True)
+            self._write(saved, others, full=True)
 
-    def _over(self, saved: SavedStorage) -> None:
+    def _end_write(self, saved: SavedStorage) -> None:
         saved.writing = False
         self.writing -= 1
         self.writing_bytes -= saved.nbytes
         self._changed.notify_all()
 
-    def _stays(self, saved: SavedStorage, *, stuck: bool = True) -> None:
-        """A write came to nothing. Under the lock."""
-        if saved.state is Residency.DEAD:  # whoever let it die left the charge to us
+    def _fail_write(self, saved: SavedStorage, *, stuck: bool = True) -> None:
+        """End a write that has failed or is not wanted any more. Under the lock."""
+        if saved.state is Residency.DEAD:  # its charge was left to this write
             self.table.free(saved.nbytes)
         elif stuck:
             saved.stuck = self.failed = True
         if saved.state is Residency.WRITING:
             saved.state = Residency.RESIDENT
-        self._over(saved)
+        self._end_write(saved)
 
-    def _stays_for_good(self, saved: SavedStorage) -> None:
-        """To spill it would free nothing: neither this one nor, in the next plan, its slot's."""
+    def _keep_graph_memory(self, saved: SavedStorage) -> None:
+        """Keep a storage whose memory would not be freed; the next plan keeps its slot, too."""
         with self._lock:
             saved.stuck, saved.refused_at_bytes = True, -1
             saved.record.held_elsewhere = True
@@ -257,14 +250,14 @@ class Transfers:
 
         Args:
             saved: What to read; nothing happens in any other state.
-            priority: Whether somebody waits for it.
+            priority: DEMAND if a thread waits for it.
             force: Exceed the budget if need be.
         """
         with self._lock:
             if saved.state is not Residency.SPILLED:
                 return True
             ticket = saved.ticket
-        target = self.mover.allocate(ticket, force=force)  # may take long: a device is asked
+        target = self.mover.allocate(ticket, force=force)  # may take long on a device
         if target is None:
             return False
         with self._lock:
@@ -285,7 +278,7 @@ class Transfers:
         return True
 
     def _arrived(self, saved: SavedStorage, transfer: Transfer) -> None:
-        """A read has ended; runs in a worker of the engine."""
+        """Handle the end of a read, in a worker of the engine."""
         with self._lock:
             self.reading -= 1
             target, saved.target, saved.read = saved.target, None, None
@@ -302,12 +295,12 @@ class Transfers:
             self._changed.notify_all()
 
     def retire(self, saved: SavedStorage) -> None:
-        """Hold a RESTORED storage no longer: its users keep it alive. Under the lock."""
+        """Drop the reference to a RESTORED storage: its users keep it alive. Under the lock."""
         del self.restored[saved]
         saved.state = Residency.SPILLED
         saved.storage = None
 
-    # -- the end ----------------------------------------------------------------------------------
+    # -- end --------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Wait until nothing is being written or read."""
@@ -315,8 +308,8 @@ class Transfers:
             while self.writing or self.reading:
                 self._changed.wait()
 
-    def bury(self, saved: SavedStorage) -> Any | None:
-        """No handle is left: give back everything. Under the lock; from finalizers, by ``defer``.
+    def free(self, saved: SavedStorage) -> Any | None:
+        """Free a storage without handles. Under the lock; from finalizers, by ``defer``.
 
         Returns:
             A ticket for ``discard``, once the lock is released.
@@ -335,14 +328,14 @@ class Transfers:
         return ticket
 
     def discard(self, saved: SavedStorage, ticket: Any) -> None:
-        """Give back a buried storage's ticket; a write under way does it when it ends."""
+        """Discard the ticket of a storage that was freed; a write under way does it when it ends."""
         if saved.writing:
             ticket.written.cancel()
         elif saved.ticket is ticket:
             saved.ticket = None
             self.mover.discard(saved.tier, ticket)
 
-    # -- trouble ----------------------------------------------------------------------------------
+    # -- failures ---------------------------------------------------------------------------------
 
     def _note_failure(
         self, counter: str, saved: SavedStorage, error: OSError | SourceChangedError
