@@ -25,7 +25,6 @@ from penstock.runtime.eviction import Eviction
 from penstock.runtime.inspection import DeviceState, held_slots
 from penstock.runtime.movers import RESTORED, Mover, StreamOrder
 from penstock.runtime.orders import Orders, PassRecord
-from penstock.runtime.reads import Reads
 from penstock.runtime.recompute import Recomputer
 from penstock.runtime.sampling import POSITIVE, CodecSampler, Sampler
 from penstock.runtime.storage import (
@@ -51,7 +50,7 @@ from penstock.runtime.table import (
     is_settled,
     keeps_signs,
 )
-from penstock.runtime.transfers import Transfers
+from penstock.runtime.transfers import Reads, Transfers
 from penstock.store.account import Account
 from penstock.store.base import Tier
 
