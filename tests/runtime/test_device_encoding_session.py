@@ -20,7 +20,7 @@ from penstock.runtime.cuda.encoding import DeviceEncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.encoding.worker import THREAD_NAME
 from penstock.runtime.eviction import Eviction
-from penstock.runtime.reads import Reads
+from penstock.runtime.transfers import Reads
 
 BUDGET = "32MiB"
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 1e6, 1e6)

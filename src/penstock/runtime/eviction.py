@@ -200,7 +200,7 @@ class Eviction:
             self._recorder.warn(
                 f"budget.{self._budget.name}",
                 f"the {self._budget.name} budget is exceeded for {name}, because a tier has failed or"
-                f" is full, and nothing else can be moved away ({transfers.fill()}); give more"
+                f" is full, and nothing else can be moved away ({transfers.usage()}); give more"
                 " host_memory or flash_capacity, or a smaller batch; further cases are only counted",
             )
         self._recorder.count("budget.overflow")
@@ -244,7 +244,7 @@ class Eviction:
         for saved in self._last_first(of_pass, self._transfers.table.entries.values()):
             if saved.state is not Residency.RESIDENT or saved is wanted_for:
                 continue
-            if not self._transfers.may_go(saved) or not is_settled(saved):
+            if not self._transfers.can_spill(saved) or not is_settled(saved):
                 continue
             if saved.pending > 0:
                 return saved

@@ -148,7 +148,7 @@ def _held_slot(saved: SavedStorage) -> HeldSlot:
 
 
 def _state(saved: SavedStorage) -> SlotState:
-    if saved.remake is not None and saved.state is Residency.SPILLED:
+    if saved.recipe is not None and saved.state is Residency.SPILLED:
         return "dropped"
     names: dict[Residency, SlotState] = {
         Residency.RESIDENT: "resident",
