@@ -77,7 +77,7 @@ def test_what_should_exist_once_is_counted_until_the_shared_module_serves(survey
 
 def test_what_should_exist_once_does_not_become_more(survey, trees):
     found = survey.counted_once(trees)
-    most = (7, 8, 8, 5, 1)
+    most = (5, 8, 7, 4, 1)
     assert all(len(names) <= limit for names, limit in zip(found.values(), most, strict=True))
 
 
@@ -103,7 +103,7 @@ def test_the_readme_is_one_screen_and_a_half():
     assert sum(line.startswith("| ") for line in lines) <= 13  # a heading, and twelve rows
 
 
-REBUILT_LATER = ("checkpoint", "data", "optim", "runtime", "store")
+REBUILT_LATER = ("data", "optim", "runtime", "store")
 """Packages that the spill core will rebuild: their words and module names change with their structure."""
 
 NO_NAMES_OF_MODULES = {
