@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -191,7 +190,9 @@ class Reader:
             and plan.total_bytes <= self.ring.limit_bytes // LENT_PART,
         )
         if not len(plan.nbytes):
-            return Pending(self, plan, group, None, None)
+            transfer = Transfer(0)
+            transfer.settle()
+            return Pending(self, plan, group, None, transfer)
         batch = self._batch(plan.file, plan.begin, plan.nbytes, self.ring.address + offsets)
         return Pending(self, plan, group, batch, self._engine.submit_batch(batch))
 
@@ -282,7 +283,12 @@ class Reader:
 
 
 class Pending:
-    """Samples on their way."""
+    """Samples that are being read.
+
+    Attributes:
+        plan: Their extents.
+        transfer: Ends when all have arrived; settled if they have no bytes.
+    """
 
     def __init__(
         self,
@@ -290,31 +296,18 @@ class Pending:
         plan: ReadPlan,
         group: SampleGroup,
         batch: ReadBatch | None,
-        transfer: Transfer | None,
+        transfer: Transfer,
     ) -> None:
-        """For the reader."""
+        """Describe a read that has begun; for the reader."""
         self.plan = plan
+        self.transfer = transfer
         self._reader = reader
         self._group = group
         self._batch = batch
-        self._transfer = transfer
-
-    @property
-    def done(self) -> bool:
-        """Return whether all has arrived."""
-        return self._transfer is None or self._transfer.done
-
-    def when_done(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when all has arrived, in the engine's thread; at once if it has."""
-        if self._transfer is None:
-            action()
-        else:
-            self._transfer.add_done_callback(lambda _: action())
 
     def urge(self) -> None:
-        """The training waits for it: from now on it goes before all that nobody waits for."""
-        if self._transfer is not None:
-            self._transfer.promote(Priority.DEMAND)
+        """Raise the priority of the read to that of a demand, because training waits for it."""
+        self.transfer.promote(Priority.DEMAND)
 
     def wait(self, policy: Policy, *, urgent: bool = True) -> SampleGroup:
         """Wait until all has arrived.
@@ -340,16 +333,13 @@ class Pending:
         return self._group
 
     def _wait(self) -> None:
-        if self._transfer is not None and self._batch is not None:
-            self._transfer.wait()
-            if self._batch.errors:
-                self._reader._ask_again(self.plan, self._group, self._batch)
+        self.transfer.wait()
+        if self._batch is not None and self._batch.errors:
+            self._reader._ask_again(self.plan, self._group, self._batch)
         self._reader._check_sums(self._group)
 
-    def abandon(self) -> None:
-        """Nobody wants it any more: wait until memory is not written to, and give it back."""
-        if self._transfer is not None:
-            self._transfer.wait()
+    def free(self) -> None:
+        """Free the memory of samples that nobody wants any more, once the transfer has ended."""
         self._group.free()
 
 

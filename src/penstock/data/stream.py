@@ -29,7 +29,9 @@ from penstock.data.extents import ReadPlan, distinct
 from penstock.data.group import SampleGroup
 from penstock.data.order import Epoch, RankBatch
 from penstock.data.reader import GROUP_PART, Pending, Policy, Reader
+from penstock.io.engine import Transfer
 from penstock.observe.clock import Clock, RealClock
+from penstock.store.window import TransferWindow
 
 GROUP_BYTES: Final = 8 << 20
 """Of a group that is no window, where there is memory enough."""
@@ -118,7 +120,7 @@ class Stream:
         self._taken = deque[Delivery]()  # what is left of one; theirs who take
         self._error: BaseException | None = None
         self._over = self._stopping = False
-        self._fetches = deque[_Fetch]()
+        self._reads = TransferWindow[_Fetch](release=lambda fetch: fetch.pending.free())
         self._next_step: RankBatch | None = next(steps, None)
         self._candidate: tuple[list[RankBatch], ReadPlan] | None = None
         self._under_way = 0
@@ -184,13 +186,12 @@ class Stream:
     def _run(self) -> None:
         try:
             self._go_on()
-            while self._fetches and not self._stopping:
-                self._deliver(self._fetches.popleft())
+            while self._reads and not self._stopping:
+                self._deliver(self._reads.pop())
                 self._go_on()
         except BaseException as error:  # noqa: BLE001  (whoever takes the next batch gets it)
             self._error = error
-        for fetch in self._fetches:
-            fetch.pending.abandon()
+        self._reads.cancel()
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -198,7 +199,7 @@ class Stream:
     def _go_on(self) -> None:
         """Begin groups; if none is under way, and whoever takes batches has all the ring, in another."""
         self._fill()
-        if self._full and not (self._fetches or self._stopping):
+        if self._full and not (self._reads or self._stopping):
             self._reader.renew()
             self._full = False
             self._fill()
@@ -286,11 +287,11 @@ class Stream:
             self._candidate = None
 
     def _begin(self, fetch: _Fetch) -> None:
-        def arrived() -> None:
+        def arrived(_: Transfer) -> None:
             fetch.arrived_ns = self._clock.now_ns()
 
-        fetch.pending.when_done(arrived)
-        self._fetches.append(fetch)
+        fetch.pending.transfer.add_done_callback(arrived)
+        self._reads.add(fetch, fetch.pending.transfer)
         self._under_way += len(fetch.steps)
 
     def _next_group(self) -> tuple[list[RankBatch], ReadPlan] | None:
