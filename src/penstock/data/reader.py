@@ -105,11 +105,11 @@ class Reader:
         return self._open(0).direct
 
     def plan(self, samples: Numbers) -> ReadPlan:
-        """Which extents some samples need."""
+        """Return the extents that some samples need."""
         return plan_of(self.opened.index, samples)
 
     def start(self, plan: ReadPlan) -> Pending | None:
-        """Begin to read; None: the ring has no room now.
+        """Begin to read; return None if the ring has no room now.
 
         Raises:
             BudgetError: It never will; names the longest sample, and the least that would do.
@@ -142,7 +142,7 @@ class Reader:
         return pending.wait(policy)
 
     def renew(self) -> None:
-        """Whoever takes batches keeps them: leave them that memory, and lend no more.
+        """Leave lent memory to the batches that keep it, take new memory, and lend no more.
 
         Nothing may be under way. See [Note: lent memory] of the ring.
         """
@@ -151,7 +151,7 @@ class Reader:
             self.ring.renew()
 
     def too_small(self, plan: ReadPlan) -> BudgetError:
-        """The error that these samples do not fit."""
+        """Return the error to raise because these samples do not fit."""
         totals = np.maximum(plan.ranges.nbytes, 0).sum(axis=1)
         row = int(totals.argmax())
         room, needed = self.ring.limit_bytes, plan.total_bytes
@@ -197,7 +197,7 @@ class Reader:
         return Pending(self, plan, group, batch, self._engine.submit_batch(batch))
 
     def _batch(self, file: Numbers, begin: Numbers, nbytes: Numbers, address: Numbers) -> ReadBatch:
-        """Long extents are cut into entries."""
+        """Return the reads of some extents; long ones are cut into entries."""
         pieces = -(-nbytes // ENTRY_BYTES)
         of = np.repeat(np.arange(len(nbytes)), pieces)
         first = np.cumsum(pieces) - pieces
@@ -217,7 +217,7 @@ class Reader:
         )
 
     def _open(self, number: int) -> DirectFile:
-        """Open a file, or have it open; one that was not used for long may close."""
+        """Return a file, opened if it is not; the one used least recently may be closed."""
         with self._lock:
             file = self._files.get(number)
             if file is None:
@@ -235,7 +235,7 @@ class Reader:
     # -- for what is pending ----------------------------------------------------------------------
 
     def _ask_again(self, plan: ReadPlan, group: SampleGroup, batch: ReadBatch) -> None:
-        """Of extents that failed, each sample by itself: one that is bad is not to take others along."""
+        """Read each sample of extents that failed by itself, so that a bad one does not fail others."""
         spans = [
             (int(batch.address[e]), int(batch.address[e] + batch.nbytes[e])) for e in batch.errors
         ]
@@ -313,7 +313,7 @@ class Pending:
         """Wait until all has arrived.
 
         Args:
-            policy: What to do about a sample that cannot be read: ``raise``, or leave it in ``bad``.
+            policy: ``raise`` the error of a sample that cannot be read, or leave it in ``bad``.
             urgent: Go before all that nobody waits for.
 
         Raises:
