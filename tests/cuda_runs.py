@@ -2,7 +2,7 @@
 
 import gc
 
-from offload_runs import wait_for_writes, wait_until
+from offload_runs import held_bytes, wait_for_writes, wait_until
 from penstock.runtime.encoding.scratch import SCRATCH
 
 
@@ -23,5 +23,5 @@ def assert_nothing_held(session):
     wait_until(lambda: not any(slab.used_bytes for slab in slabs(session)), "no buffer is in use")
     budget = session.budget
     wait_until(lambda: budget.used_bytes == budget.used_by(SCRATCH), "nothing else is charged")
-    for tier in session._stores.tiers.values():
-        wait_until(lambda tier=tier: tier.held_bytes == 0, "the tier holds nothing")
+    for name in session.inspect().tiers:
+        wait_until(lambda name=name: not held_bytes(session, name), "the tier holds nothing")

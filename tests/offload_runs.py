@@ -17,8 +17,8 @@ from penstock.core.units import KIB
 from penstock.io.engine import Transfer
 from penstock.observe.recorder import Stage
 from penstock.plan import Machine
+from penstock.runtime.movers import RESTORED
 from penstock.runtime.storage import Residency
-from penstock.runtime.table import SAVED, SMALL
 from penstock.store.wrappers import WrapperTier
 
 MACHINE = Machine(
@@ -40,18 +40,14 @@ def session_in(path, model=None, optimizer=None, *, wrap_tier=None, machine=MACH
     return Session(config, model=model, optimizer=optimizer, wrap_tier=wrap_tier, machine=machine)
 
 
-def tiers(session):
-    return session._stores.tiers
+def slots(session):
+    """Storages that autograd has saved and that are not dead, in the order of saving."""
+    return session.inspect().device.slots
 
 
-def unwrapped(tier):
-    while isinstance(tier, WrapperTier):
-        tier = tier.inner
-    return tier
-
-
-def arena(session):
-    return session._stores.mover.memory
+def held_bytes(session, tier="flash"):
+    """Bytes that a tier holds, or that are on their way in."""
+    return session.inspect().tiers[tier].held_bytes
 
 
 def movable(session):
@@ -108,22 +104,27 @@ def wait_for_writes(session):
     Called where no operator is running: what the last one has saved goes as well.
     """
     session.hooks.operators_returned()
-    wait_until(lambda: not session.executor._transfers.writing, "all writes have ended")
+    wait_until(lambda: not session.inspect().device.writes, "all writes have ended")
 
 
-def assert_nothing_held(session):
-    """No graph is alive: every byte has been given back but for the arena's idle pages."""
+def assert_nothing_held(session, *, beside=()):
+    """No graph is alive: every byte has been freed but for idle pages of restored storages.
+
+    ``beside`` are owners of what is held all the time, as the scratch memory of codecs.
+    """
     gc.collect()
-    for name, tier in tiers(session).items():
-        wait_until(lambda tier=tier: tier.held_bytes == 0, f"tier {name} holds nothing")
-    wait_until(lambda: arena(session).used_bytes == 0, "no block of the arena is in use")
-    budget = session.budget
-    assert budget.used_by(SAVED) == 0
-    assert budget.used_by(SMALL) == 0
-    assert budget.used_bytes == arena(session).touched_bytes
-    for tier in tiers(session).values():
-        assert unwrapped(tier).taken_bytes == 0
-    assert not session.executor._table.entries
+    wait_until(lambda: _is_idle(session.inspect()), "tiers and restored storages hold nothing")
+    state = session.inspect()
+    assert set(state.device.holdings) - {*beside} <= {RESTORED}
+    assert state.device.used_bytes == sum(state.device.holdings.values())
+    assert all(tier.taken_bytes == 0 for tier in state.tiers.values())
+    assert state.device.slots == ()
+    assert state.device.small_count == state.device.small_bytes == 0
+
+
+def _is_idle(state):
+    holds = any(tier.held_bytes for tier in state.tiers.values())
+    return not (holds or state.device.restored_bytes or state.device.writes or state.device.reads)
 
 
 def assert_within_budget(session):

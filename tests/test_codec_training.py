@@ -27,14 +27,12 @@ import test_bitwise_random
 from offload_runs import (
     GatedTier,
     Trace,
+    assert_nothing_held,
     assert_within_budget,
     counted,
     gradients,
-    movable,
     read_bytes,
     same_bits,
-    tiers,
-    unwrapped,
     wait_for_writes,
     wait_until,
     written_bytes,
@@ -45,9 +43,7 @@ from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.lab import zoo
 from penstock.plan import Machine
 from penstock.runtime.encoding.jobs import WriteJob
-from penstock.runtime.encoding.mover import EncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH
-from penstock.runtime.table import SAVED, SMALL
 from penstock.store import FaultyTier
 
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 8e9, 8e9)
@@ -69,7 +65,7 @@ def patient(monkeypatch):
     unpack = SavedTensorHooks.unpack
 
     def wait_and_unpack(self, packed):
-        wait_until(lambda: not self._holder._transfers.writing, "all writes have ended")
+        wait_until(lambda: not self._holder.inspect("it").writes, "all writes have ended")
         return unpack(self, packed)
 
     monkeypatch.setattr(SavedTensorHooks, "unpack", wait_and_unpack)
@@ -79,18 +75,7 @@ def assert_only_scratch_held(session):
     """No graph is alive: what is left is what codecs work in, and idle pages."""
     gc.collect()
     wait_for_writes(session)  # of what died meanwhile: a piece in hand is encoded to its end
-    mover = session._stores.mover
-    encodes = isinstance(mover, EncodingMover)
-    arena = mover.inner.memory if encodes else mover.memory
-    for name, tier in tiers(session).items():
-        wait_until(lambda tier=tier: tier.held_bytes == 0, f"tier {name} holds nothing")
-        assert unwrapped(tier).taken_bytes == 0
-    wait_until(lambda: arena.used_bytes == 0, "no block of the arena is in use")
-    budget = session.budget
-    assert budget.used_by(SAVED) == budget.used_by(SMALL) == 0
-    assert bool(budget.used_by(SCRATCH)) is encodes
-    assert budget.used_bytes == arena.touched_bytes + budget.used_by(SCRATCH)
-    assert not movable(session)
+    assert_nothing_held(session, beside=[SCRATCH])
 
 
 # -- networks of the zoo ---------------------------------------------------------------------------

@@ -3,15 +3,20 @@
 import json
 import signal
 import sys
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
 
 import penstock
 from offload_runs import assert_within_budget, wait_for_writes
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ClosedError, ConfigError
+from penstock.core.units import KIB
 from penstock.observe import Level, Mark, Span, Stage, read_events
 from penstock.report.trace import write_trace
+
+TINY = 1536
+"""Floats of a storage below the floor."""
 
 
 def network():
@@ -52,6 +57,42 @@ def test_the_summary_adds_up(session_for):
     json.dumps(summary.to_json())
     text = str(summary)
     assert "tail of forward" in text
+
+
+def test_it_can_be_inspected_at_any_moment(session_for):
+    """A frozen value: what is held, what moves, how full tiers are, and what is planned."""
+    weight = torch.randn(16 * KIB, requires_grad=True)
+    session = session_for()
+    with pytest.raises(ClosedError, match="inspect: the session has not been opened"):
+        session.inspect()
+    with session:
+        before = session.inspect()
+        assert before.steps == before.device.pass_index == 0
+        assert before.device.slots == ()
+        assert before.device.orders.plan is None
+        loss = (weight * 2).sin().sum() + (weight[:TINY] * 3).pow(2).sum()
+        wait_for_writes(session)
+        state = session.inspect()
+        (slot,) = state.device.slots
+        assert (slot.state, slot.tier, slot.codec) == ("spilled", "flash", "")
+        assert (slot.key.nbytes, slot.handles, slot.pending, slot.pass_index) == (64 * KIB, 1, 1, 1)
+        assert state.device.small_count == 1
+        assert state.device.small_bytes == TINY * 4
+        assert state.device.writes == state.device.reads == state.device.writing_bytes == 0
+        assert state.device.used_bytes == sum(state.device.holdings.values())
+        flash = state.tiers["flash"]
+        assert 64 * KIB <= flash.held_bytes <= flash.taken_bytes <= flash.capacity_bytes
+        loss.backward()
+        assert session.inspect().device.orders.plan is session.plan is not None
+        del loss
+        assert session.inspect().tiers["flash"].held_bytes == 0
+        assert state.tiers["flash"].held_bytes > 0, "it is of the moment when it was made"
+        with pytest.raises(FrozenInstanceError):
+            state.steps = 1
+        with pytest.raises(TypeError):
+            state.tiers["flash"] = flash
+    assert not before.suspended
+    assert set(state.devices) == {"cpu"}
 
 
 def test_plan_and_profile_come_with_the_first_backward(session_for):

@@ -36,7 +36,7 @@ import torch
 import _results
 import penstock
 from penstock.checkpoint import Checkpointer
-from penstock.checkpoint.store import CheckpointStore
+from penstock.checkpoint.api import CheckpointStore
 from penstock.core.units import MIB
 from penstock.io.aio import default_engine
 from penstock.io.engine import Engine, File
@@ -50,7 +50,7 @@ KEPT_LAYERS = 4
 BALLAST_BYTES = 2048 * MIB
 """Bytes of the checkpoint."""
 LAYER_S: Final = {"plain": 0.02, "throttled": 0.025}
-"""Seconds of a layer, each way: reads take half to two thirds of the bandwidth."""
+"""Seconds of a layer, each way: activations take half to four fifths of the bandwidth."""
 THROTTLED_BYTES_PER_S = 1.25e9
 THREADS = 6
 PIECE_BYTES = 4 * MIB

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -33,17 +33,19 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import INFEASIBLE, Action, Plan
 from penstock.plan.profile import Profile
 from penstock.runtime import user_plan
+from penstock.runtime.allowance import Allowance, FoundAllowance
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
+from penstock.runtime.inspection import SessionState, tier_state
 from penstock.runtime.loader_demand import LoaderReads, Loaders
+from penstock.runtime.memory_limit import SAVED_TENSORS, MemoryLimit
 from penstock.runtime.planner import Planner, PlannerSettings
 from penstock.runtime.stores import Stores, check_device_codec
 from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
-    from penstock.runtime.cuda.allowance import Allowance
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
 
@@ -101,6 +103,7 @@ class Session:
         self._in_block = False
         self._steps = 0
         self._stores: Stores | None = None
+        self._memory: MemoryLimit | None = None
         self._accounts: list[Account] = []
         self._loaders = Loaders()
         self._interrupts = LostInterrupts()
@@ -216,7 +219,10 @@ class Session:
         if config.sample_rss:
             self._rss = RssSampler(self.recorder)
         open_account(self.recorder)
+        self._memory = MemoryLimit(config, self.recorder)
+        self.config = config = self._memory.configure(config, kind)
         self.budget = self._account(self._device)
+        allowance = self._shared_allowance(self._device, self.budget)
         stores = self._stores = Stores(
             config,
             budget=self.budget,
@@ -224,7 +230,7 @@ class Session:
             device=self._device,
             wrap_tier=self.wrap_tier,
         )
-        allowance = self._allowance(self._device, self.budget)
+        allowance = allowance or self._allowance(self._device, self.budget)
         self._mover = stores.mover
         if self._machine is None:
             self._machine = stores.measure()
@@ -238,6 +244,8 @@ class Session:
             make_sampler=stores.make_sampler,
             open_codecs=self._open_codecs,
         )
+        self.budget.yield_by(self.executor.give_way)
+        self.executor.time.watch.append(self._memory.look)
         self.devices = Devices(self._device, self.executor, self._open_other)
         stores.mover.account(self.devices.budget_of)
         self.planner = Planner(
@@ -261,10 +269,17 @@ class Session:
             name=name,
             on_change=partial(self.recorder.level, name),
             parent=host_account() if device.type == "cpu" else None,
-            owner="saved tensors",
+            owner=SAVED_TENSORS,
         )
         self._accounts.append(made)
         return made
+
+    def _shared_allowance(self, device: torch.device, budget: Account) -> Allowance | None:
+        """Limit saved tensors in host memory to what others leave of ``memory``, if that is set."""
+        assert self._memory is not None
+        if device.type != "cpu":
+            return None
+        return self._memory.share(budget, budget.limit_bytes, reserved_bytes=self.config.host_bytes)
 
     def _allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Limit a device's budget to its free memory, unless the user has set the budget."""
@@ -299,7 +314,7 @@ class Session:
         """Return executor and planner of a further device; see [Note: several devices]."""
         assert self._stores is not None
         budget, time = self._account(device), self.executor.time
-        allowance = self._allowance(device, budget)
+        allowance = self._shared_allowance(device, budget) or self._allowance(device, budget)
         if time.timer is not None:
             time.timer.see(device)
         executor = Executor(
@@ -311,6 +326,7 @@ class Session:
             completion=self.executor.completion,
             allowance=allowance,
         )
+        budget.yield_by(executor.give_way)
         settings = replace(
             self._planner_settings(device, budget),
             policy="auto" if self._given else self.config.policy,
@@ -320,7 +336,10 @@ class Session:
 
     def _codec(self) -> str:
         """Return the configured codec. Raises ConfigError if the device does not support it."""
+        assert self._memory is not None
         codec = self.config.codec
+        if codec == "auto" and not self._memory.affords_codecs:
+            return "none"
         if self._device.type != "cpu" and codec not in ("auto", "none"):
             check_device_codec(codec, self._device)
         return codec
@@ -369,6 +388,8 @@ class Session:
             self._stores.close()
         for account in self._accounts:
             account.close()
+        if self._memory is not None:
+            self._memory.close()
         if self._rss is not None:
             self._rss.stop()
         if self.recorder.log is not None:
@@ -402,6 +423,8 @@ class Session:
         """
         self._steps += 1
         self._attachment.protected.refresh()
+        assert self._memory is not None
+        self._memory.end_step()
         if self.devices.end_step():
             self._attachment.follow()
         self.recorder.end_step()
@@ -432,6 +455,27 @@ class Session:
         if self._state == "new":
             raise ClosedError("summary: the session has not been opened")
         return summarize(self.recorder.snapshot(), self._facts(), self.recorder.steps())
+
+    def inspect(self) -> SessionState:
+        """Return what the session holds and moves at this moment: slots, transfers, levels, orders.
+
+        The value is frozen. It is for tests, debuggers and the curious: making it takes a lock and time
+        in proportion to the number of saved tensors.
+
+        Raises:
+            ClosedError: The session has not been opened.
+        """
+        if self._state == "new" or self._stores is None:
+            raise ClosedError("inspect: the session has not been opened")
+        devices = ((str(device), each) for device, each in self.devices.all.items())
+        return SessionState(
+            steps=self._steps,
+            suspended=self.suspended is not None,
+            devices=MappingProxyType({name: each.inspect(name) for name, each in devices}),
+            tiers=MappingProxyType(
+                {name: tier_state(name, tier) for name, tier in self._stores.tiers.items()}
+            ),
+        )
 
     # -- for data loaders on the same flash (penstock.data) -----------------------------------
 
@@ -494,6 +538,12 @@ class Session:
             for decision in plan.decisions
         )
         suggestion = self._suggestion()
+        assert self._memory is not None
+        saved_bytes = sum(
+            _saved_bytes(planner)
+            for device, planner in self.devices.planners.items()
+            if device.type == "cpu"
+        )
         return RunFacts(
             policy=self._policy_name,
             device=str(self._device),
@@ -515,6 +565,7 @@ class Session:
             suggestion=suggestion,
             notes=self._notes(suggestion),
             warnings=(*self._attachment.notes, *self._plan_notes()),
+            host=self._memory.use(saved_bytes),
         )
 
     def _plan_notes(self) -> Iterator[str]:
@@ -529,8 +580,15 @@ class Session:
 
     def _notes(self, suggestion: Suggestion | None) -> tuple[str, ...]:
         """Return sentences on the budgets that were found, and advice on others."""
-        found = [str(each.allowance) for each in self.devices.all.values() if each.allowance]
-        if self._finds_limits and not found and self.executor.time.timer is not None:
+        assert self._memory is not None
+        found = list(self._memory.notes)
+        allowances = (each.allowance for each in self.devices.all.values())
+        found += [str(each) for each in allowances if isinstance(each, FoundAllowance)]
+        if (
+            self._finds_limits
+            and not self.executor.allowance
+            and self.executor.time.timer is not None
+        ):
             found.append(
                 f"device_memory is not set, and torch does not report the memory of {self._device}:"
                 " there is no budget"
@@ -572,7 +630,10 @@ class Session:
             profile = self.profile
             found = self.executor.orders.suggestion()
             self._suggested = profile, found
-        return found
+        if found is None or self._device.type != "cpu":
+            return found
+        assert self._memory is not None
+        return replace(found, is_host=True, others_bytes=self._memory.others_bytes)
 
     @property
     def _policy_name(self) -> str:
@@ -580,8 +641,12 @@ class Session:
 
     @property
     def _limit_bytes(self) -> int | None:
-        """The configured limit of device memory; ``None`` if there is none."""
-        return None if self.config.device_bytes == UNLIMITED else self.config.device_bytes
+        """The configured limit of saved tensors; ``None`` if there is none."""
+        config = self.config
+        limits = [config.device_bytes] if config.device_memory is not None else []
+        if self._device.type == "cpu" and config.memory_request is not None:
+            limits += [config.memory_request.nbytes] if config.memory_request.nbytes else []
+        return min(limits, default=None)
 
     def _saved_bytes(self) -> int:
         """Return the peak of the bytes that autograd would hold, summed over devices."""

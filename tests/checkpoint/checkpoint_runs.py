@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import xxhash
 
+from penstock.checkpoint.api import CheckpointStore
 from penstock.checkpoint.disk import Disk, failed
-from penstock.checkpoint.store import CheckpointStore
 from penstock.io.threads import Syscalls, ThreadEngine
 
 BLOCK = 16384

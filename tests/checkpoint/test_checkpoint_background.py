@@ -11,9 +11,9 @@ from checkpoint_runs import BLOCK, assert_same, small_store
 
 from offload_runs import wait_until
 from penstock import CheckpointError, PenstockWarning, TransferError
-from penstock.checkpoint import Checkpointer, Saving, directory
+from penstock.checkpoint import Checkpointer, Saving, checkpointer
+from penstock.checkpoint.allocation import Fresh
 from penstock.checkpoint.background import TensorSnapshot
-from penstock.checkpoint.fresh import Fresh
 from penstock.core.units import MIB
 from penstock.io.engine import Priority
 from penstock.io.threads import Syscalls, ThreadEngine
@@ -446,7 +446,7 @@ def test_a_stall_is_counted_once_and_wholly(disk_path, monkeypatch):
 
 
 def test_a_save_that_somebody_wants_now_and_that_fails_is_counted(disk_path, monkeypatch):
-    monkeypatch.setattr(directory, "is_wanted", lambda: True)
+    monkeypatch.setattr(checkpointer, "is_wanted", lambda: True)
     syscalls = FaultySyscalls({0: Fail(5)})
     with stored(disk_path, syscalls) as ours:
         with pytest.raises(TransferError):

@@ -21,8 +21,8 @@ from penstock import (
     TransferError,
     checkpoint,
 )
-from penstock.checkpoint import Checkpointer, Rng, disk, listing, reading, spare, training_state
-from penstock.checkpoint.interval import Interval
+from penstock.checkpoint import Checkpointer, Rng, disk, listing, reader, staging, training_state
+from penstock.checkpoint.checkpointer import Interval
 from penstock.cli import main
 
 
@@ -219,7 +219,7 @@ def test_where_no_file_may_be_opened_no_checkpoint_is_called_damaged(disk_path, 
         def refused(*_, **__):
             raise TransferError(errno=errno.EMFILE, op="open", path="x", offset_bytes=0, nbytes=0)
 
-        monkeypatch.setattr(reading, "open_at", refused)
+        monkeypatch.setattr(reader, "open_at", refused)
         with pytest.raises(TransferError, match="Too many open files"):
             ours.load()
 
@@ -228,7 +228,7 @@ def test_a_directory_is_listed_while_its_owner_retires_what_is_in_it(disk_path, 
     with checkpointer(disk_path, keep=1) as ours:
         for step in (1, 2):
             ours.save(step, state(step))
-        was_there = spare.is_there(disk.Disk().open(disk_path))
+        was_there = staging.is_there(disk.Disk().open(disk_path))
         monkeypatch.setattr(listing, "is_there", lambda _: was_there)
         names = listing.steps_in(disk_path)
         monkeypatch.setattr(listing, "steps_in", lambda _: names)
@@ -236,7 +236,7 @@ def test_a_directory_is_listed_while_its_owner_retires_what_is_in_it(disk_path, 
         ours.save(3, state(3))
         assert [each.step for each in listing.listing(disk_path)] == []
         with disk.Disk().open(disk_path) as root:
-            disk.Disk().remove(root, spare.SPARE)
+            disk.Disk().remove(root, staging.SPARE)
         assert listing.spare_bytes(disk_path) == 0
 
 
@@ -620,7 +620,7 @@ def test_what_a_failed_save_could_not_remove_does_not_take_the_room_of_the_next(
 ):
     seen = []
     monkeypatch.setattr(
-        "penstock.checkpoint.store.check_fits", lambda *_: seen.append(os.listdir(disk_path))
+        "penstock.checkpoint.api.check_fits", lambda *_: seen.append(os.listdir(disk_path))
     )
     with checkpointer(disk_path) as ours:
         left = disk_path / ".step-000000000001.saving"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from safetensors import safe_open
 
-from penstock.checkpoint.dtypes import DTYPES
+from penstock.checkpoint.values import DTYPES
 
 RAW = {
     "bfloat16": ("<u2", 2),

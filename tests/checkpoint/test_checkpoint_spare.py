@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from penstock import ConfigError, NoSpaceError, checkpoint
 from penstock.checkpoint import Checkpointer
+from penstock.checkpoint.checkpointer import SaveBuffers
 from penstock.checkpoint.disk import Disk
-from penstock.checkpoint.reading import OpenCheckpoint
-from penstock.checkpoint.room import SaveBuffers
-from penstock.checkpoint.spare import SPARE
+from penstock.checkpoint.reader import OpenCheckpoint
+from penstock.checkpoint.staging import SPARE
 from penstock.cli import main
 from penstock.core.units import MIB
 

@@ -22,11 +22,13 @@ from penstock import (
     TransferError,
     checkpoint,
 )
-from penstock.checkpoint import moves, prepared, store, values
+from penstock.checkpoint import api, regions, tensors, values
 from penstock.checkpoint.disk import Directory, Disk, lock
-from penstock.checkpoint.dtypes import DTYPES
+from penstock.checkpoint.values import DTYPES
+from penstock.core.errors import BudgetError
 from penstock.core.units import MIB
 from penstock.io.prefault import Prefault
+from penstock.store.account import host_account
 from penstock.store.arena import Arena
 
 STORE = small_store()
@@ -41,10 +43,10 @@ def test_devices_are_waited_for_before_other_threads_copy_from_them(disk_path, m
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     devices = [torch.device("cpu"), *[torch.device("cuda", index) for index in (1, 0, 1)]]
-    moves.await_devices(devices)
+    regions.await_devices(devices)
     assert sorted(waited, key=str) == [torch.device("cuda", 0), torch.device("cuda", 1)]
     asked = []
-    monkeypatch.setattr(prepared, "await_devices", asked.extend)
+    monkeypatch.setattr(tensors, "await_devices", asked.extend)
     STORE.save(disk_path / "a", {"x": torch.ones(8)})
     assert asked == [torch.device("cpu")]
 
@@ -573,6 +575,30 @@ def test_where_there_is_no_memory_for_another_block_it_is_said(disk_path, monkey
     assert os.listdir(disk_path) == []
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("codec", [None, "exponent"])
+def test_buffers_are_fewer_where_the_process_has_no_memory_for_all(
+    codec, is_slow, disk_path, monkeypatch
+):
+    memory = host_account()
+    before = memory.used_bytes
+    saved = {"x": torch.randn(10 * MIB), "y": torch.randn(100)}
+    if is_slow:
+        monkeypatch.setattr("penstock.checkpoint.streams._DEVICE_BYTES_PER_S", 1e18)
+    monkeypatch.setattr(memory, "limit_bytes", before + 7 * MIB)
+    blocks = small_store(block_bytes=2 * MIB, file_bytes=8 * MIB)
+    blocks.save(disk_path / "a", saved, codec=codec)
+    assert_same(blocks.load(disk_path / "a"), saved)
+    assert memory.used_bytes == before
+    monkeypatch.setattr(memory, "limit_bytes", before + 5 * MIB)
+    with pytest.raises(BudgetError, match=r"3 buffers of a checkpoint: .* memory budget"):
+        blocks.save(disk_path / "b", saved, codec=codec)
+    assert os.listdir(disk_path) == ["a"]
+    with pytest.raises(BudgetError, match="3 buffers of a checkpoint"):
+        blocks.load(disk_path / "a")
+    assert memory.used_bytes == before
+
+
 def test_new_memory_is_asked_for_ahead_and_no_more_than_is_taken(disk_path, monkeypatch):
     asked = []
 
@@ -581,7 +607,7 @@ def test_new_memory_is_asked_for_ahead_and_no_more_than_is_taken(disk_path, monk
             asked.extend(pages)
             super().__init__(pages)
 
-    monkeypatch.setattr(store, "Prefault", Noted)
+    monkeypatch.setattr(api, "Prefault", Noted)
     sizes = {"large": 65 * MIB, "next": 40 * MIB, "third": 30 * MIB, "small": 1000}
     old = {name: torch.full((size,), 7, dtype=torch.uint8) for name, size in sizes.items()}
     checkpoint.save(disk_path / "a", old)

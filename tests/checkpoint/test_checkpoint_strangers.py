@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock import checkpoint
-from penstock.checkpoint import Checkpointer, packing, prepared
-from penstock.checkpoint.store import CheckpointStore
+from penstock.checkpoint import Checkpointer, tensors
+from penstock.checkpoint.api import CheckpointStore
 from penstock.core.errors import CheckpointError, PenstockWarning
 
 
@@ -88,7 +88,7 @@ def test_a_checkpointer_keeps_what_has_a_file_of_the_user(how, disk_path):
 
 
 def test_files_of_another_writer_are_known_by_the_manifest(disk_path, monkeypatch):
-    monkeypatch.setattr(prepared, "pack", functools.partial(packing.pack, prefix="weights"))
+    monkeypatch.setattr(tensors, "pack", functools.partial(tensors.pack, prefix="weights"))
     checkpoint.save(disk_path / "c", state(1.0))
     assert (disk_path / "c" / "weights-00000.safetensors").exists()
     monkeypatch.undo()

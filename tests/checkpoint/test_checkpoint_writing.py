@@ -6,7 +6,7 @@ from checkpoint_runs import BLOCK, assert_same, small_store
 
 from penstock import CheckpointError
 from penstock.checkpoint.disk import Disk
-from penstock.checkpoint.writing import FilesWriter
+from penstock.checkpoint.writer import FilesWriter
 
 FILES = 100
 """More than are kept open at once."""

@@ -13,6 +13,7 @@ from penstock.cli.checks import CheckStatus, DoctorCheck
 from penstock.core import fs, knobs
 from penstock.core.errors import TransferError
 from penstock.core.fs import FileSystem
+from penstock.core.memory import CgroupLimit
 from penstock.io.cufile import Availability
 
 NAMES = ["python", "torch", "cuda", "settings", "huge pages", "buffers", "tensor pages"]
@@ -198,31 +199,8 @@ def test_buffers_without_huge_pages(monkeypatch):
         assert checks.arena_pages().verdict == verdict
 
 
-def test_cgroup_limits_of_both_versions(tmp_path):
-    membership = tmp_path / "cgroup"
-    assert system.cgroup_limit_bytes(membership, tmp_path) is None
-    root = tmp_path / "fs"
-    for folder, name, text in (
-        ("a/b", "memory.max", "max\n"),
-        ("a", "memory.max", "3000\n"),
-        ("memory/x", "memory.limit_in_bytes", "2000\n"),
-        ("memory", "memory.limit_in_bytes", "9223372036854771712\n"),
-    ):
-        (root / folder).mkdir(parents=True, exist_ok=True)
-        (root / folder / name).write_text(text)
-    (tmp_path / "memory.max").write_text("1\n")  # above the root: not a cgroup's
-    for text, limit in (
-        ("0::/a/b\n", 3000),
-        ("0::/\n", None),
-        ("5:cpu,memory:/x\n4:cpu:/a\n", 2000),
-        ("5:memory:/x\n0::/a/b/gone\n", 2000),
-    ):
-        membership.write_text(text)
-        assert system.cgroup_limit_bytes(membership, root) == limit
-
-
 def test_memory_tells_what_limits_it(monkeypatch):
-    monkeypatch.setattr(system, "cgroup_limit_bytes", lambda *_: 1 << 30)
+    monkeypatch.setattr(checks, "cgroup_limits", lambda: [CgroupLimit(1 << 30, 0)])
     assert "a cgroup limits it to 1.00 GiB" in checks.memory().value
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 31, -1))
     assert "limited to 2.00 GiB" in checks.memory().value

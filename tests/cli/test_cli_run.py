@@ -1,5 +1,6 @@
 """``penstock run`` is ``python``: what scripts see, and how they end. None of these needs torch."""
 
+import json
 import os
 import signal
 import sys
@@ -302,3 +303,19 @@ def test_a_full_disk_beneath_its_log_does_not_end_a_job(tmp_path, unbuffered):
         code = end(start(full, tmp_path, PYTHONUNBUFFERED=unbuffered)).code
         assert (code == 0) == (tmp_path / "done").exists() == bool(options)
         (tmp_path / "done").unlink(missing_ok=True)
+
+
+def test_one_limit_for_all_memory_is_an_option(tmp_path):
+    """A size, or a share of the machine's memory; in the summary, with what the process holds."""
+    write(tmp_path, "script.py", "import torch\n")
+    for value, source in (("16MiB", "memory=16.00 MiB"), ("50%", "memory='50%': 50% of ")):
+        options = ["--memory", value, "--flash", ".", "--flash-capacity", "64MiB", "--json"]
+        done = end(start_under(tmp_path, "script.py", options=options))
+        assert done.code == 0, done.err
+        use = json.loads(done.out)["summary"]["host"]
+        assert use["limit_source"].startswith(source)
+        assert use["limit_bytes"] == 16 << 20 or use["usable_bytes"] > use["limit_bytes"]
+    refused = end(start_under(tmp_path, "script.py", options=["--memory", "most", "--flash", "."]))
+    assert refused.code == 2
+    assert "memory: 'most' is not a size" in refused.err
+    assert "'60%', or 'auto'" in refused.err

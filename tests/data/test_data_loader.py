@@ -35,6 +35,7 @@ from penstock.data import FlashDataset, FlashIterable, FlashLoader, Order, open_
 from penstock.data.decode import gather
 from penstock.io.engine import EngineSpec, Priority, Transfer
 from penstock.io.threads import Syscalls, ThreadEngine
+from penstock.store.account import host_account
 
 WINDOW = Order(kind="window", chunk_samples=8, window_chunks=16, seed=3)
 ORDERS = ("sequential", "full", "window", WINDOW)
@@ -263,6 +264,25 @@ def test_a_record_longer_than_the_memory_is_named(disk_path):
                 told = error
     else:
         pytest.fail("the least that would do does not do")
+
+
+def test_memory_that_the_process_has_not_is_named_with_what_holds_it(disk_path, monkeypatch):
+    path = disk_path / "long.npy"
+    np.save(path, np.zeros((3, 1 << 21), np.uint8))
+    memory = host_account()
+    before = memory.used_bytes
+    with FlashLoader(FlashDataset(path, memory="16MiB", decode=head), 1) as loader:
+        monkeypatch.setattr(memory, "limit_bytes", before + (3 << 20))
+        assert len(list(loader)) == 3
+        assert memory.peak_bytes > memory.used_bytes >= before + (2 << 20)
+    memory.force(2 << 20, "others")
+    with (
+        FlashLoader(FlashDataset(path, memory="16MiB", decode=head), 1) as loader,
+        pytest.raises(BudgetError, match=r"do not fit in the memory budget.*others 2.00 MiB"),
+    ):
+        list(loader)
+    memory.free(2 << 20, "others")
+    assert memory.used_bytes == before
 
 
 def test_batches_that_turn_out_large_leave_less_to_read_into(rows):

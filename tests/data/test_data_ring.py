@@ -75,6 +75,7 @@ class RingMachine(RuleBasedStateMachine):
         held = [stop for _, spans in self.live for _, stop in spans]
         assert self.ring.held_bytes >= max(held, default=0)
         assert self.ring.held_bytes <= CAPACITY
+        assert self.ring.account.used_bytes == self.ring.held_bytes
         if not self.live and not self.lent:
             assert self.ring.used_bytes == 0
 
@@ -108,4 +109,19 @@ def test_what_is_not_needed_any_more_is_given_back():
     ring.free(first)
     assert ring.held_bytes == HUGE_PAGE_BYTES
     assert ring.take(np.array([HUGE_PAGE_BYTES + 1])) is None
+    ring.close()
+    assert ring.account.used_bytes == 0
+
+
+def test_a_ring_grows_as_far_as_the_account_allows():
+    ring = ByteRing(8 * HUGE_PAGE_BYTES)
+    ring.account.limit_bytes = 4 * HUGE_PAGE_BYTES
+    _, first = ring.take(np.array([3 * HUGE_PAGE_BYTES + 1]))
+    assert ring.take(np.array([2 * HUGE_PAGE_BYTES])) is None
+    ring.free(first)
+    assert ring.used_bytes == 0
+    _, second = ring.take(np.array([2 * HUGE_PAGE_BYTES]))
+    ring.account.limit_bytes = 8 * HUGE_PAGE_BYTES
+    assert ring.take(np.array([5 * HUGE_PAGE_BYTES])) is not None
+    ring.free(second)
     ring.close()

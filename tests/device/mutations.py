@@ -56,6 +56,7 @@ FOLDERS = ("runtime/cuda",)
 FILES = (
     "staging.py",
     "session.py",
+    "store/window.py",
     "runtime/digests.py",
     "runtime/executor.py",
     "runtime/reads.py",
@@ -73,8 +74,8 @@ FILES = (
     "optim/state_dict.py",
     "optim/states.py",
     "optim/update.py",
-    "checkpoint/moves.py",
-    "checkpoint/prepared.py",
+    "checkpoint/regions.py",
+    "checkpoint/tensors.py",
     "swap/swap_out.py",
     "swap/swap_in.py",
     "swap/suspend.py",

@@ -30,7 +30,7 @@ def patient(monkeypatch):
     unpack = SavedTensorHooks.unpack
 
     def wait_and_unpack(self, packed):
-        wait_until(lambda: not self._holder._transfers.writing, "all writes have ended")
+        wait_until(lambda: not self._holder.inspect("it").writes, "all writes have ended")
         return unpack(self, packed)
 
     monkeypatch.setattr(SavedTensorHooks, "unpack", wait_and_unpack)

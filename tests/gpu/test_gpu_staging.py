@@ -10,7 +10,7 @@ from torch import nn
 import penstock
 from offload_runs import session_in
 from penstock import checkpoint, staging
-from penstock.checkpoint.moves import region_of
+from penstock.checkpoint.regions import region_of
 from penstock.core.units import KIB, MIB
 from penstock.optim import FlashAdamW
 from penstock.staging import PIECE_BYTES, copy_across, ready_event

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from trap_runs import flush_engine
 
-from offload_runs import Trace, assert_nothing_held, assert_within_budget, read_bytes, tiers
+from offload_runs import Trace, assert_nothing_held, assert_within_budget, read_bytes
 from penstock.core.errors import BudgetError, HookError, InPlaceError
 from penstock.core.units import KIB
 from penstock.runtime import digests
@@ -666,7 +666,7 @@ def test_inputs_are_spilled_and_come_back(session_for, disk):
     make = lambda: nn.Sequential(*(Block() for _ in range(4)))  # noqa: E731
     paths = [f"Sequential.{n}" for n in range(4)]
     _, session = check(session_for, disk, make, *paths, times=4, tier_of=tier_of)
-    for tier in tiers(session):
+    for tier in session.inspect().tiers:
         assert read_bytes(session, tier) > 0
 
 
@@ -766,7 +766,7 @@ def test_passes_and_steps_are_counted_as_without(session_for, disk):
     model = built(lambda: Stack(Block()))
     with following(disk, plan, model) as session:
         train(model, steps=4)
-        assert session.executor._pass.index == 4
+        assert session.inspect().device.pass_index == 4
         assert session.summary().steps == 4
         names = {record.key.module for record in session.executor._pass.records}
         assert not any("<input>" in name for name in names)

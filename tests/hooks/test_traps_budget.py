@@ -6,24 +6,26 @@ import threading
 import pytest
 import torch
 from torch import nn
-from trap_runs import LARGE, gated, leaf, mlp, squares
+from trap_runs import ITEM, LARGE, gated, leaf, mlp, squares
 
 from offload_runs import (
     GatedTier,
-    arena,
     assert_nothing_held,
     assert_within_budget,
     counted,
     movable,
     read_bytes,
     same_bits,
+    slots,
     wait_for_writes,
     wait_until,
 )
 from penstock.core.errors import BudgetError
 from penstock.core.units import KIB, MIB
 from penstock.observe.recorder import StallCause
+from penstock.runtime.movers import RESTORED
 from penstock.runtime.storage import Residency
+from penstock.runtime.table import SAVED
 
 
 def test_trap_29_pack_waits_rather_than_exceed_the_budget(session_for):
@@ -68,7 +70,8 @@ def test_trap_29_idle_buffers_are_given_back(session_for):
                 loss.backward()
             del loss, losses
             assert_within_budget(session)
-        assert arena(session).touched_bytes > 0, "something is idle: the test can show something"
+        idle = session.inspect().device.holdings[RESTORED]
+        assert idle > 0, "something is idle: the test can show something"
         assert_nothing_held(session)
 
 
@@ -82,7 +85,7 @@ def test_trap_29_prefetched_copies_give_way(session_for):
         wait_for_writes(session)
         losses.reverse()  # as foreseen, so that much is read ahead
         losses[0].backward()
-        wait_until(lambda: not session.executor._transfers.reading, "prefetches have come")
+        wait_until(lambda: not session.inspect().device.reads, "prefetches have come")
         more = squares(weight, 8)
         assert counted(session, "prefetch.dropped") > 0
         for n, loss in zip(range(15, 0, -1), losses[1:], strict=True):
@@ -257,27 +260,35 @@ def test_trap_29_residency_is_what_it_says(session_for):
     session, made = gated(session_for, "write", "read", device_memory=64 * MIB)
     with session:
         loss = (weight * 2).pow(2).sum()
-        (saved,) = movable(session).values()
-        assert saved.state is Residency.WRITING
-        assert saved.storage is not None
+        nbytes, states = LARGE * ITEM, []
+
+        def note():
+            state = session.inspect()
+            (slot,) = state.device.slots
+            states.append((slot.state, slot.tier, dict(state.device.holdings)))
+
+        note()
         made[0].open("write")
         wait_for_writes(session)
-        assert saved.state is Residency.SPILLED
-        assert saved.storage is None
-        assert session.budget.used_bytes == 0
+        note()
 
         def open_reads():
             made[0].arrived["read"].wait(10)
-            assert saved.state is Residency.READING
+            note()
             made[0].open("read")
 
         opener = threading.Thread(target=open_reads)
         opener.start()
         loss.backward(retain_graph=True)
         opener.join()
-        assert saved.state is Residency.SPILLED, "used up; the graph could be walked again"
+        note()
+        assert states == [
+            ("writing", "flash", {SAVED: nbytes}),
+            ("spilled", "flash", {}),
+            ("reading", "flash", {RESTORED: 2 * MIB}),
+            ("spilled", "flash", {}),  # used up, but the graph could be walked again
+        ]
         del loss
         gc.collect()
-        assert saved.state is Residency.DEAD
-        assert arena(session).touched_bytes <= 2 * MIB
+        assert slots(session) == ()
         assert session.budget.peak_bytes <= 2 * MIB + 2 * 16 * KIB

@@ -93,7 +93,7 @@ def test_trap_11_reentrant_checkpoints_do_not_end_the_pass(session_for):
     with session_for() as session:
         for _ in range(3):
             gradients_of(lambda: run_through(model, features, run), model, features)
-        assert session.executor._pass.index == 3
+        assert session.inspect().device.pass_index == 3
 
 
 # -- 12: torch.compile -----------------------------------------------------------------------------

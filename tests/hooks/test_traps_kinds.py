@@ -7,13 +7,12 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional as F
-from trap_runs import LARGE, blocks, flow_count, gradients_of, leaf, run_through
+from trap_runs import LARGE, blocks, flow_count, gradients_of, leaf, run_through, taken_keys
 
 from offload_runs import (
     GatedTier,
     assert_nothing_held,
     gradients,
-    movable,
     read_bytes,
     same_bits,
     wait_for_writes,
@@ -61,7 +60,7 @@ def test_trap_13_dtensors_move_by_their_local_tensors(session_for, one_rank):
             result = loss(sharded, batch)
             wait_for_writes(session)
             local = {weight.to_local().untyped_storage()._cdata for weight in sharded}
-            assert local.isdisjoint(movable(session)), "a weight was moved"
+            assert local.isdisjoint(taken_keys(session)), "a weight was moved"
             found = gradients(result.to_local(), sharded)
             found = [gradient.to_local() for gradient in found]
             assert all(map(same_bits, found, expected))

@@ -18,13 +18,12 @@ from trap_runs import (
 )
 
 from offload_runs import (
-    arena,
     assert_nothing_held,
     assert_within_budget,
     counted,
     gradients,
+    held_bytes,
     same_bits,
-    tiers,
     wait_for_writes,
     wait_until,
 )
@@ -62,11 +61,11 @@ def test_trap_06_bytes_are_freed_with_the_last_handle(session_for):
     with session_for() as session:
         (loss,) = squares(weight, 1)
         wait_for_writes(session)
-        held = tiers(session)["flash"].held_bytes
+        held = held_bytes(session)
         assert held > 0
         loss.backward(retain_graph=True)
-        assert tiers(session)["flash"].held_bytes == held
-        assert arena(session).used_bytes == 0, "the restored copy is used up"
+        assert held_bytes(session) == held
+        assert session.inspect().device.restored_bytes == 0, "the restored copy is used up"
         del loss
         assert_nothing_held(session)
 
@@ -259,7 +258,7 @@ def test_trap_09_a_saved_output_does_not_keep_itself_alive(session_for, size, po
             alive = weakref.ref(result.untyped_storage())
             del result
             assert alive() is None
-            wait_until(lambda: not tiers(session)["flash"].held_bytes, "the bytes are discarded")
+            wait_until(lambda: not held_bytes(session), "the bytes are discarded")
             assert session.budget.used_by(SAVED) == 0
     finally:
         gc.enable()

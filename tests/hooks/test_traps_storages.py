@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from trap_runs import ITEM, LARGE, SMALL, flow_count, leaf, storage_key
 
 from offload_runs import (
-    arena,
     assert_nothing_held,
     gradients,
     movable,
@@ -299,4 +298,4 @@ def test_trap_28_data_return_to_the_same_alignment(session_for, where, skew):
         back = product.grad_fn._saved_other
         assert back.data_ptr() % 64 == skew % 64
         assert same_bits(back, torch.arange(LARGE, dtype=torch.float32))
-        assert arena(session).used_bytes > 0, "it was not read into the arena"
+        assert session.inspect().device.restored_bytes > 0, "it was not read into the arena"

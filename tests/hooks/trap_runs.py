@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offload_runs import GatedTier, gradients, movable
+from offload_runs import GatedTier, gradients, slots
 
 ITEM = 4
 LARGE = 4096
@@ -30,7 +30,7 @@ def storage_key(tensor):
 
 def taken_keys(session):
     """Keys of the storages that the executor is in charge of."""
-    return set(movable(session))
+    return {slot.storage_key for slot in slots(session)}
 
 
 def squares(weight, count, *, first=1):

@@ -46,6 +46,24 @@ def test_an_error_reaches_every_waiter():
     assert transfer.error is error
 
 
+def test_waiters_wake_after_the_callbacks_have_run():
+    """Whoever has waited for a write finds that its room is free."""
+    transfer, waits, woken, early = Transfer(10), threading.Event(), threading.Event(), []
+
+    def wait():
+        waits.set()
+        transfer.wait(20)
+        woken.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waits.wait()
+    transfer.add_done_callback(lambda _: early.append(woken.wait(0.2)))
+    transfer.settle()
+    thread.join()
+    assert early == [False]
+
+
 def test_a_callback_that_raises_is_reported_and_stops_nobody(monkeypatch):
     reported, seen = [], []
     monkeypatch.setattr(threading, "excepthook", reported.append)

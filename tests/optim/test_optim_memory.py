@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from penstock import PenstockWarning, optim
+from penstock.core.errors import BudgetError
 from penstock.core.units import format_bytes
 from penstock.optim import FlashAdamW
 from penstock.optim.memory import plain_bytes
+from penstock.store.account import host_account
 
 PROGRAM = """
 import resource, sys, torch
@@ -143,3 +145,32 @@ def test_what_torch_would_take_is_what_it_takes(name, dtype, small):
     )
     assert plain_bytes(ours._penstock) == held > 0
     ours.close()
+
+
+def test_buffers_are_fewer_where_the_process_has_no_memory_for_all(disk_path, monkeypatch):
+    memory = host_account()
+    before = memory.used_bytes
+
+    def stepped(megabytes):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(1 << 20))
+        weight.grad = torch.ones_like(weight)
+        optimizer = FlashAdamW([weight], flash=disk_path, tile=1 << 16, squeeze=False)
+        monkeypatch.setattr(memory, "limit_bytes", memory.used_bytes + megabytes * MIB)
+        try:
+            for _ in range(3):
+                optimizer.step()
+            held = memory.used_by("optimizer")
+            return weight.detach().clone(), optimizer._penstock.pipeline.count, held
+        finally:
+            monkeypatch.undo()
+            optimizer.close()
+
+    plain, count, held = stepped(1 << 20)
+    bounded, fewer, less = stepped(4)
+    assert 3 <= fewer < count
+    assert less <= 4 * MIB < held
+    assert torch.equal(plain, bounded)
+    with pytest.raises(BudgetError, match=r"\d buffers of an optimizer.*memory budget"):
+        stepped(1)
+    assert memory.used_bytes == before

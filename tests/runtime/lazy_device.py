@@ -16,8 +16,8 @@ from contextlib import contextmanager
 import torch
 
 from penstock.core.config import UNLIMITED
+from penstock.runtime.allowance import Allocated
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
-from penstock.runtime.cuda.link import Allocated
 
 COPY_NS = 1000
 """How long any copy takes, by the device's time."""

@@ -1,5 +1,7 @@
 """The budget of a device where the user gives none: what is left of its memory by the rest of a step."""
 
+from functools import partial
+
 import pytest
 import torch
 from cuda_training import HOST
@@ -12,8 +14,7 @@ from penstock.core.units import MIB
 from penstock.observe.events import Mark
 from penstock.observe.recorder import Recorder
 from penstock.plan import Action
-from penstock.runtime.cuda.allowance import LIMIT, Allowance
-from penstock.runtime.cuda.link import Allocated
+from penstock.runtime.allowance import LIMIT, Allocated, FoundAllowance, Remainder
 from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.table import SAVED
 from penstock.store.account import Account
@@ -49,8 +50,13 @@ class Rig:
         self.memory = Memory(self.budget)
         self.memory.others = weights
         self.recorder = Recorder()
-        self.allowance = Allowance(
-            self.memory, DEVICE, TOTAL, budget=self.budget, recorder=self.recorder
+        measure = partial(self.memory.allocated, DEVICE)
+        self.allowance = FoundAllowance(
+            Remainder(measure, self.budget),
+            TOTAL,
+            account=self.budget,
+            recorder=self.recorder,
+            device=str(DEVICE),
         )
 
     def save(self, nbytes):
@@ -70,7 +76,6 @@ def rig():
 def test_when_it_opens_half_of_what_is_free_is_the_limit_but_for_a_reserve(rig):
     """The step may take the other half, beside what it saves."""
     assert rig.budget.limit_bytes == (TOTAL - 20 * MIB - RESERVE) // 2
-    assert rig.budget.advisory
 
 
 def test_saved_tensors_are_not_counted_and_all_else_is(rig):

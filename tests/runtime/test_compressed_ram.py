@@ -11,12 +11,12 @@ from offload_runs import (
     assert_within_budget,
     counted,
     same_bits,
-    unwrapped,
     wait_for_writes,
     written_bytes,
 )
 from penstock.core.errors import PenstockWarning
 from penstock.core.units import MIB
+from penstock.store.wrappers import WrapperTier
 from recompute_plans import following
 
 DEPTH = 24
@@ -53,6 +53,12 @@ def train(net, shift, expected, *, steps):
 
 def most_ratio(plan):
     return max(decision.ratio for decision in plan.decisions if decision.codec)
+
+
+def unwrapped(tier):
+    while isinstance(tier, WrapperTier):
+        tier = tier.inner
+    return tier
 
 
 class Most:

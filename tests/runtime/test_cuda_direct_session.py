@@ -56,7 +56,7 @@ def test_gpu_direct_gradients_are_the_same_to_the_last_bit(
     with_us, session = trained(session_of=lambda m, o: session_in(disk_path, m, o, **settings))
     with_us.assert_same_bits(trained()[0])
     assert session.budget.peak_bytes <= 4 * MIB
-    assert list(session._stores.tiers) == (["flash", "host"] if host_memory else ["flash"])
+    assert list(session.inspect().tiers) == (["flash", "host"] if host_memory else ["flash"])
     assert direct_mark(session) == {"used": True, "reason": "libcufile over nvidia-fs 2.20"}
     shared = policy == "auto" and bool(host_memory)  # how much goes where is for the plan to say
     least = 0 if shared else 2 * MIB

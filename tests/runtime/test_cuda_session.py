@@ -9,7 +9,7 @@ from cuda_training import BUDGET, HOST, MORE_HOST, trained
 from lazy_device import LazyLink
 from torch import nn
 
-from offload_runs import kept_storages, movable, session_in
+from offload_runs import session_in
 from penstock.core import locks
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockWarning
@@ -39,7 +39,7 @@ def test_gradients_are_the_same_to_the_last_bit(link, disk_path, policy, host_me
     assert min(link.copied_bytes.values()) > 4 * MIB
     tiers = ["flash"] if on_flash and host_memory == HOST else ["host"]
     tiers = ["flash", "host"] if on_flash and host_memory == MORE_HOST else tiers
-    assert list(session._stores.tiers) == tiers
+    assert list(session.inspect().tiers) == tiers
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.005])
@@ -210,8 +210,7 @@ def test_trap_33_what_was_kept_is_spilled_behind_the_stream_that_saved_it(link, 
         assert session.executor.orders.kept
         link.current = "side"
         loss = half(start, 8)
-        assert kept_storages(session)
-        assert not movable(session)
+        assert {slot.state for slot in session.inspect().device.slots} == {"kept"}
         link.current = LazyLink.NOW
         recorded = []
         record = link.record

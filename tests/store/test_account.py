@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import BudgetError, ConfigError
+from penstock.store import account
 from penstock.store.account import Account, Holding, host_account
 
 
@@ -325,3 +326,39 @@ def test_children_add_up_and_no_limit_is_exceeded(changes, limits):
         assert root.used_by("left") == left.used_bytes
         assert root.used_by("right") == right.used_bytes
         assert left.used_by("leaf") == accounts["leaf"].used_bytes
+
+
+def test_an_account_that_yields_frees_memory_for_others():
+    """The bytes go to the one that they are freed for, also if the one that yields asks meanwhile."""
+    process = Account(100, name="memory")
+    saved, buffers = process.child("saved tensors"), process.child("buffers")
+    assert saved.try_take(90, "saved")
+    missing = []
+
+    def free(nbytes):
+        missing.append(nbytes)
+        saved.free(nbytes, "saved")
+        assert not saved.try_take(1, "saved")
+        assert saved.free_bytes == 0
+
+    saved.yield_by(free)
+    assert buffers.make_room(30)
+    assert missing == [20]
+    assert buffers.try_take(30, "a buffer")
+    assert not saved.make_room(10), "it yields itself"
+    assert not buffers.make_room(101), "more than there is"
+    saved.close()
+    assert not buffers.make_room(10), "nothing yields any more"
+
+
+def test_memory_that_is_freed_later_is_waited_for(monkeypatch):
+    process = Account(100, name="memory")
+    saved, buffers = process.child("saved tensors"), process.child("buffers", 40)
+    assert saved.try_take(100, "saved")
+    saved.yield_by(lambda nbytes: threading.Timer(0.02, saved.free, (nbytes, "saved")).start())
+    assert buffers.make_room(40)
+    assert not buffers.make_room(41), "its own limit is lower"
+    saved.yield_by(lambda nbytes: None)
+    monkeypatch.setattr(account, "PATIENCE_S", 0.01)
+    assert saved.try_take(40, "saved"), "nothing is kept for anybody"
+    assert not buffers.make_room(10)

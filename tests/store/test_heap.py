@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload_runs import arena, assert_nothing_held, assert_within_budget, same_bits
+from offload_runs import assert_nothing_held, assert_within_budget, same_bits
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.units import MIB
 from penstock.io.mapping import PAGE_BYTES
@@ -149,7 +149,7 @@ def memory(session):
 def test_otherwise_it_is_an_arena(session_for, monkeypatch):
     monkeypatch.setenv("PENSTOCK_RESTORE_INTO", "arena")
     with session_for(device_memory="8MiB") as session:
-        assert isinstance(arena(session), Arena)
+        assert isinstance(memory(session), Arena)
 
 
 def test_what_was_restored_outlives_the_session(session_for, monkeypatch):

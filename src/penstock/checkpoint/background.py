@@ -26,12 +26,11 @@ from typing import Any, Final
 
 import torch
 
+from penstock.checkpoint.allocation import Fresh
+from penstock.checkpoint.api import Saved
 from penstock.checkpoint.disk import having_threads
-from penstock.checkpoint.fresh import Fresh
-from penstock.checkpoint.leaves import Leaf
-from penstock.checkpoint.moves import Plain, Region
-from penstock.checkpoint.prepared import Prepared
-from penstock.checkpoint.store import Saved
+from penstock.checkpoint.regions import Plain, Region
+from penstock.checkpoint.tensors import Leaf, Prepared
 from penstock.core.errors import CheckpointError, PenstockError, PenstockWarning
 from penstock.core.locks import condition
 from penstock.core.units import MIB

@@ -41,18 +41,16 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from penstock.checkpoint.dtypes import DTYPES
+from penstock.checkpoint.allocation import Fresh
+from penstock.checkpoint.api import CheckpointStore
 from penstock.checkpoint.frames import stored_in
-from penstock.checkpoint.fresh import Fresh
-from penstock.checkpoint.leaves import Leaves
 from penstock.checkpoint.manifest import FileEntry, TensorEntry
-from penstock.checkpoint.moves import Region
-from penstock.checkpoint.packing import pack
-from penstock.checkpoint.reading import OpenCheckpoint
-from penstock.checkpoint.store import CheckpointStore
+from penstock.checkpoint.reader import OpenCheckpoint
+from penstock.checkpoint.regions import Region
 from penstock.checkpoint.streams import Buffers
-from penstock.checkpoint.values import FormError, Json, Path, decode, encode, shown, whole
-from penstock.checkpoint.writing import FilesWriter
+from penstock.checkpoint.tensors import Leaves, pack
+from penstock.checkpoint.values import DTYPES, FormError, Json, Path, decode, encode, shown, whole
+from penstock.checkpoint.writer import FilesWriter
 from penstock.core.errors import CheckpointError, DamagedError
 from penstock.core.files import absolute_path
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.checkpoint.manifest import CODECS, FRAME_BYTES, LEAST_PART, TensorEntry
-from penstock.checkpoint.moves import Region, region_of
+from penstock.checkpoint.regions import Region, region_of
 from penstock.codec import registry
 from penstock.codec.base import HEADER_BYTES, Bytes
 from penstock.core.errors import CodecError, ConfigError

@@ -11,8 +11,8 @@ from typing import Final
 
 from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import Manifest
-from penstock.checkpoint.reading import OpenCheckpoint
-from penstock.checkpoint.spare import SPARE, held_bytes, is_there
+from penstock.checkpoint.reader import OpenCheckpoint
+from penstock.checkpoint.staging import SPARE, held_bytes, is_there
 from penstock.checkpoint.values import Json
 from penstock.core.errors import CheckpointError, PenstockError, TransferError
 from penstock.core.files import absolute_path

@@ -16,8 +16,7 @@ from typing import Any, Final
 
 import xxhash
 
-from penstock.checkpoint.dtypes import DTYPES
-from penstock.checkpoint.values import MAX_DEPTH, FormError, Json, whole
+from penstock.checkpoint.values import DTYPES, MAX_DEPTH, FormError, Json, whole
 from penstock.core.files import parse_json
 from penstock.core.units import KIB, MIB
 
@@ -59,6 +58,10 @@ class FileEntry:
     name: str
     nbytes: int
     sums: tuple[str, ...]
+
+    def has(self, index: int, checksum: str) -> bool:
+        """Return whether a block, by its number, has this checksum."""
+        return index < len(self.sums) and self.sums[index] == checksum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,9 +22,9 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from penstock.checkpoint.moves import Region
-from penstock.checkpoint.threads import in_thread
+from penstock.checkpoint.regions import Region
 from penstock.core.errors import TransferError
+from penstock.core.threads import in_thread
 from penstock.core.units import MIB, round_down, round_up
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, read_end
@@ -80,7 +80,7 @@ class Buffers:
         self._free: list[Block] = []
         self._made = 0
         self._is_slow = False
-        self._making: Future[Block] | None = None
+        self._making: Future[Block | None] | None = None
 
     def __enter__(self) -> Buffers:
         return self
@@ -92,6 +92,7 @@ class Buffers:
         """Return a free block; None if all are in use, or the next one is being allocated.
 
         Raises:
+            BudgetError: The process's account has no room for the least number of blocks.
             TransferError: The next block cannot be allocated.
         """
         if self._making is not None and self._making.done():
@@ -102,27 +103,39 @@ class Buffers:
             return None
         self._made += 1
         if not self._is_slow:
-            return self._make()
+            return self._counted(self._make())
         self._making = in_thread("penstock-buffers", self._make)
         return None
 
     def need(self) -> Block:
         """Return a block when nothing is in flight; waits for the one that is being allocated."""
         block = self.take()
-        if block is None:
+        if block is None and self._making is not None:
             self._have_made()
-            block = self._free.pop()
+            block = self.take()
+        assert block is not None, "all blocks are in use, and none is being allocated"
         return block
 
     def _have_made(self) -> None:
         making, self._making = self._making, None
         assert making is not None, "all blocks are in use, and none is being allocated"
-        self._free.append(making.result())
+        block = self._counted(making.result())
+        if block is not None:
+            self._free.append(block)
 
-    def _make(self) -> Block:
+    def _counted(self, block: Block | None) -> Block | None:
+        """Do with the blocks that there are if the account has refused another."""
+        if block is None:
+            self.count = self._made = self._made - 1
+            if self.count < _LEAST_BUFFERS:
+                missing = (_LEAST_BUFFERS - self.count) * self.block_bytes
+                what = f"{_LEAST_BUFFERS} buffers of a checkpoint"
+                raise self._arena.account.refusal(missing, what, "give other uses of it less")
+        return block
+
+    def _make(self) -> Block | None:
         start = time.perf_counter()
         block = self._arena.allocate(self.block_bytes)
-        assert block is not None, "an arena without a budget has room for what it was made for"
         self._is_slow = time.perf_counter() - start > self.block_bytes / _DEVICE_BYTES_PER_S
         return block
 
@@ -156,8 +169,10 @@ class Buffers:
 
     def close(self) -> None:
         """Free the memory. Nothing may be in flight."""
-        if self._making is not None and self._making.exception() is None:
-            self._have_made()
+        making, self._making = self._making, None
+        made = None if making is None or making.exception() is not None else making.result()
+        if made is not None:
+            self._free.append(made)
         for block in self._free:
             block.free()
         self._free.clear()
@@ -174,21 +189,25 @@ def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 class BlockWrites(TransferWindow[Block]):
-    """Blocks that are being written to files. Not thread-safe."""
+    """Blocks that are being written to files. Not thread-safe.
+
+    Attributes:
+        buffers: Memory of the blocks.
+    """
 
     def __init__(self, buffers: Buffers) -> None:
         """Write nothing yet."""
         super().__init__(release=buffers.give)
-        self._buffers = buffers
+        self.buffers = buffers
 
-    def room(self) -> Block:
+    def take_block(self) -> Block:
         """Return a block to fill, waiting for the oldest in flight if none is free.
 
         Raises:
             TransferError: The oldest could not be written.
         """
-        block = self.take(self._buffers.take)
-        return self._buffers.need() if block is None else block
+        block = self.take(self.buffers.take)
+        return self.buffers.need() if block is None else block
 
     def send(self, file: DirectFile, offset: int, nbytes: int, block: Block) -> None:
         """Begin to write a block; zeros fill it up to the granule of the file."""
@@ -197,14 +216,10 @@ class BlockWrites(TransferWindow[Block]):
             ctypes.memset(block.address + nbytes, 0, padding)
         self.begin(
             block,
-            lambda priority: self._buffers.move(
+            lambda priority: self.buffers.move(
                 "write", file, offset, nbytes, block, priority=priority
             ),
         )
-
-    def give(self, block: Block) -> None:
-        """Free a block that is not sent."""
-        self._buffers.give(block)
 
 
 def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> str:

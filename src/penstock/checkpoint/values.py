@@ -1,4 +1,4 @@
-"""Values other than tensors, as JSON: exactly, or not at all.
+"""Values other than tensors, as JSON: exactly, or not at all. Element types and their names.
 
 [Note: values in JSON]
     ``null``, ``true``, ``false``, strings, whole numbers below 2**53 and finite floats stand for
@@ -15,24 +15,130 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import binascii
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import functools
 import json
+import random
 import re
 import struct
 import sys
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path as FilePath
+from pathlib import PurePath
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.checkpoint.advice import advice_on
-from penstock.checkpoint.dtypes import DTYPES, name_of
 from penstock.core.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """An element type.
+
+    Attributes:
+        dtype: torch's.
+        code: That of safetensors for what is stored.
+        parts: How many of those make one element: 1, or 2 for a complex number, or its bytes.
+    """
+
+    dtype: torch.dtype
+    code: str
+    parts: int = 1
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+
+_CODES: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    # readers know no code for these, or only of late: parts of an element are one more dimension
+    "complex64": "F32",
+    "complex128": "F64",
+    "float8_e4m3fnuz": "U8",
+    "float8_e5m2fnuz": "U8",
+    "float8_e8m0fnu": "U8",
+}
+
+DTYPES: Final = {
+    name: Kind(getattr(torch, name), code, 2 if name.startswith("complex") else 1)
+    for name, code in _CODES.items()
+    if hasattr(torch, name)
+}
+"""By torch's name."""
+
+
+@functools.cache
+def name_of(dtype: torch.dtype) -> str:
+    """Torch's name of it, without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
+_ADVICE: Final[tuple[tuple[Any, str], ...]] = (
+    (enum.Enum, "give its .value, and make it anew of that"),
+    (torch.Generator, "give its get_state(), and set_state() after the load"),
+    (np.random.Generator, "give its bit_generator.state, and set that after the load"),
+    (np.random.RandomState, "give list(its get_state()), and set_state() after the load"),
+    (random.Random, "give its getstate(), and setstate() after the load"),
+    (argparse.Namespace, "give vars(it)"),
+    ((datetime.date, datetime.time), "give its isoformat()"),
+    (datetime.timedelta, "give its total_seconds()"),
+    (
+        (decimal.Decimal, fractions.Fraction, np.datetime64, np.timedelta64, PurePath),
+        "give str(it)",
+    ),
+    ((range, slice), "give its start, stop and step"),
+    ((bytes, bytearray, memoryview), "give bytes(it)"),
+    (deque, "give list(it)"),
+    (Mapping, "give dict(it)"),
+    (list, "give list(it)"),
+    (Set, "give set(it)"),
+    (str, "give str(it)"),
+    (int, "give int(it)"),
+    (float, "give float(it)"),
+)
+
+
+def advice_on(value: object) -> str:
+    """In a few words."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return "give dataclasses.asdict(it), and make it anew of that"
+    if isinstance(value, tuple):
+        return "give it._asdict()" if hasattr(value, "_asdict") else "give tuple(it)"
+    for kind, advice in _ADVICE:
+        if isinstance(value, kind):
+            return advice
+    if callable(value):
+        return "leave it out: code is no state"
+    return "give its state_dict(), convert it, or leave it out"
+
 
 Json: TypeAlias = Any
 Path: TypeAlias = tuple[str, ...]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import platform
 import statistics
 import threading
@@ -35,6 +34,7 @@ from penstock.cli.machine_file import answer
 from penstock.cli.output import say
 from penstock.cli.paths import file_to_write, spill_directory
 from penstock.core.errors import free_space_bytes
+from penstock.core.memory import physical_bytes
 from penstock.core.units import MIB, format_bandwidth, format_duration, round_down
 from penstock.io.aio import default_engine
 from penstock.io.engine import Transfer
@@ -124,7 +124,7 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         results.append(f"{beside.slower:.1%} slower")
         results.append(f"write {format_bandwidth(beside.write_bytes_per_s)}")
         results.append(f"read {format_bandwidth(beside.read_bytes_per_s)}")
-    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host_bytes = physical_bytes()
     here = Machine(
         name=platform.node() or "this machine",
         flash_write_bytes_per_s=_short(

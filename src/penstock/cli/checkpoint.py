@@ -14,10 +14,10 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
+from penstock.checkpoint.api import CheckpointStore
 from penstock.checkpoint.listing import listing, spare_bytes, steps_in
 from penstock.checkpoint.manifest import FILE_NAME, VERSION
-from penstock.checkpoint.reading import OpenCheckpoint
-from penstock.checkpoint.store import CheckpointStore
+from penstock.checkpoint.reader import OpenCheckpoint
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import show, write_json, write_text
 from penstock.core.errors import CheckpointError

@@ -28,6 +28,7 @@ from penstock.core.errors import (
     free_space_bytes,
 )
 from penstock.core.fs import filesystem_of
+from penstock.core.memory import cgroup_limits, memory_sizes
 from penstock.core.units import GIB, MIB, format_bandwidth, format_bytes
 from penstock.io import cufile, numa
 from penstock.io.aio import default_engine
@@ -45,7 +46,6 @@ SLOW_BYTES_PER_S: Final = 500_000_000
 """Bandwidth below which a disk is too slow for Penstock, such as a SATA SSD or a network."""
 _ARENA_BYTES: Final = 32 * MIB
 _PROBE_BYTES: Final = 64 * MIB
-_CGROUPS: Final = Path("/sys/fs/cgroup")
 _EXTRAS: Final = {
     "matplotlib": ("matplotlib", "plot"),
     "scikit-learn": ("sklearn", "data"),
@@ -241,11 +241,11 @@ def torch_pages(path: Path = system.HUGE_PAGES) -> DoctorCheck:
 
 def memory() -> DoctorCheck:
     """Check the memory of the machine, and the limits of this process."""
-    sizes = system.memory_sizes()
+    sizes = memory_sizes()
     total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
     value = f"{format_bytes(total)}, {format_bytes(available)} available"
-    group = system.cgroup_limit_bytes(Path("/proc/self/cgroup"), _CGROUPS)
-    if group is not None and group < total:
+    group = min((each.nbytes for each in cgroup_limits()), default=total)
+    if group < total:
         value += f"; a cgroup limits it to {format_bytes(group)}"
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:

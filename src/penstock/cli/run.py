@@ -48,18 +48,31 @@ if TYPE_CHECKING:
 
 _EXAMPLES: Final = """\
 examples:
-  penstock run --device-memory 2GiB --flash /nvme/spill train.py --its --own args
+  penstock run --memory 8GiB --flash /nvme/spill train.py --its --own args
+  penstock run --memory auto --flash /nvme/spill train.py
   penstock run --config offload.toml --trace trace.json.gz -m package.train --epochs 3
 
 Options of Penstock come before the script; everything after its name is passed to it. Sizes have a
 unit: GB is 10^9 bytes, GiB is 2^30."""
 _OPTIONS: Final = (
     (
+        "--memory",
+        "SIZE",
+        "limit of all host memory that Penstock holds in this process; auto or a share, such as 60%%,"
+        " limit the whole process: to the memory that is available, or to that share of it (default:"
+        " no limit)",
+    ),
+    (
         "--device-memory",
         "SIZE",
-        "budget of device memory for saved tensors (default: no limit; on CUDA the free memory)",
+        "limit of saved tensors, within --memory if they are in host memory (default: no further"
+        " limit; on CUDA the free memory)",
     ),
-    ("--host-memory", "SIZE", "budget of host memory to offload to (default: none)"),
+    (
+        "--host-memory",
+        "SIZE",
+        "limit of host memory to offload to, within --memory (default: none)",
+    ),
     ("--flash-capacity", "SIZE", "limit of flash to use (default: 9/10 of the free space)"),
     ("--floor", "SIZE", "size below which tensors stay resident (default: 1MiB)"),
     ("--event-log-size", "SIZE", "size at which the event log is rotated (default: 64MiB)"),
@@ -348,6 +361,7 @@ class _RunLifecycle:
             "penstock": __version__,
             "command": " ".join(self._words),
             "policy": self._config.policy,
+            "memory": self._config.memory,
             "device_memory_bytes": self._config.device_memory,
         }
         trace.write_trace(self._session.recorder, self._trace, about=about)
@@ -398,6 +412,7 @@ class _RunLifecycle:
 
 def _config(options: argparse.Namespace) -> OffloadConfig:
     names = (
+        "memory",
         "device_memory",
         "host_memory",
         "flash_capacity",

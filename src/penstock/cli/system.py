@@ -1,4 +1,4 @@
-"""Facts about this machine from ``/proc`` and ``/sys``. No function raises OSError."""
+"""Pages and drivers of this machine, from ``/proc`` and ``/sys``. No function raises OSError."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ BALLOONS: Final = Path("/sys/bus/virtio/drivers/virtio_balloon")
 _FREE_PAGE_REPORTING: Final = 5
 """Number of the feature bit VIRTIO_BALLOON_F_REPORTING (VIRTIO 1.2, section 5.5.3)."""
 _NVIDIA: Final = Path("/proc/driver/nvidia/version")
-_NO_LIMIT: Final = 1 << 60
-"""Value from which on a limit of a v1 cgroup means that there is none."""
 
 
 def huge_page_mode(path: Path = HUGE_PAGES) -> str | None:
@@ -40,17 +38,6 @@ def anon_huge_bytes(address: int, smaps: Path = Path("/proc/self/smaps")) -> int
     return 0
 
 
-def memory_sizes() -> dict[str, int]:
-    """Return sizes in bytes by their names in ``/proc/meminfo``."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    return {
-        name: int(rest.split()[0]) * 1024 for name, _, rest in (x.partition(":") for x in lines)
-    }
-
-
 def reports_free_pages(balloons: Path = BALLOONS) -> bool:
     """Return whether this is a virtual machine that returns free memory to its host."""
     try:
@@ -67,40 +54,3 @@ def nvidia_driver() -> str | None:
     except OSError:
         return None
     return match[1] if match else "of unknown version"
-
-
-def cgroup_limit_bytes(membership: Path, root: Path) -> int | None:
-    """Return the smallest memory limit of the cgroups of this process; ``None`` if there is none.
-
-    Args:
-        membership: Path of ``/proc/self/cgroup``.
-        root: Path of ``/sys/fs/cgroup``.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    limits: list[int] = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            limits += _limits(root, group, "memory.max")
-        elif "memory" in controllers.split(","):
-            limits += _limits(root / "memory", group, "memory.limit_in_bytes")
-    return min(limits, default=None)
-
-
-def _limits(root: Path, group: str, name: str) -> list[int]:
-    """Return the visible limits of a group and its parents; a container hides some."""
-    place = root / group.lstrip("/")
-    folders = [each for each in (place, *place.parents) if each.is_relative_to(root)]
-    found = (_number(folder / name) for folder in folders)
-    return [limit for limit in found if limit is not None and limit < _NO_LIMIT]
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 from penstock.core import knobs
 from penstock.core.errors import ConfigError
 from penstock.core.files import given_path, given_paths, parse_toml, read_text
+from penstock.core.memory import MemoryRequest, parse_memory
 from penstock.core.units import format_bytes, parse_bytes
 
 UNLIMITED: int = 1 << 62
@@ -24,14 +25,22 @@ _CODEC: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\+[a-z0-9]+(-[a-z0-9]+)*)*")
 class OffloadConfig:
     """Settings of a session. Sizes are bytes, or strings with a unit."""
 
+    memory: int | str | None = None
+    """Limit of the host memory that all parts of Penstock hold together in this process: saved tensors
+    where there is no GPU, host tier, staging, buffers of optimizers, gradients, checkpoints and data
+    sets. ``"auto"`` and a share, as ``"60%"``, limit the *process*, with weights and all else that it
+    holds: to the memory that is available to it, or to that share of the machine's, or of its control
+    group's if that is less; Penstock gets what the rest leaves. ``None``: no limit but those below."""
+
     device_memory: int | str | None = None
     """Budget for saved tensors in device memory, per device. On a machine without a GPU the device is
     host memory, and ``None`` means no limit. On CUDA ``None`` means the memory that the rest of a step
     leaves free, if there is a tier to offload to."""
 
-    host_memory: int | str = 0
+    host_memory: int | str | None = None
     """Capacity of the host tier; 0: no host tier. On CUDA it includes the staging buffers of transfers,
-    unless they are GPU-direct."""
+    unless they are GPU-direct. ``None``: 0; on CUDA, with ``memory``, three quarters of that, or half if
+    it was found and not given."""
 
     flash: str | Path | tuple[str | Path, ...] = ()
     """Directories to offload to, best on different SSDs: they form one striped tier. Empty: none."""
@@ -77,6 +86,9 @@ class OffloadConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, what=name))
+        if self.memory is not None:
+            given = parse_memory(self.memory)
+            object.__setattr__(self, "memory", given.nbytes or self.memory)
         if self.floor is None:
             object.__setattr__(self, "floor", knobs.floor_bytes())
         object.__setattr__(self, "flash", given_paths(self.flash, "flash"))
@@ -94,13 +106,27 @@ class OffloadConfig:
         if self.flash_capacity is not None and not self.directories:
             raise ConfigError("flash_capacity is set, but no flash directory is named")
         self._check_codec()
-        if self.device_memory is not None and self.policy == "auto" and not self.has_tier:
-            raise ConfigError(
-                f"a device budget of {format_bytes(self.device_bytes)} needs a tier to offload to:"
-                " name a flash directory, or give host_memory"
-            )
+        self._check_limits()
         if self.policy == "all" and not self.has_tier:
             raise ConfigError("policy 'all' needs a tier to offload to: name a flash directory")
+
+    def _check_limits(self) -> None:
+        if self.policy == "auto" and not self.has_tier:
+            limit = ""
+            if self.device_memory is not None:
+                limit = f"a device budget of {format_bytes(self.device_bytes)}"
+            elif self.memory_request is not None:
+                limit = f"memory={self.memory!r}"
+            if limit:
+                raise ConfigError(
+                    f"{limit} needs a tier to offload to: name a flash directory, or give host_memory"
+                )
+        request = self.memory_request
+        if request is not None and request.nbytes is not None and request.nbytes < self.host_bytes:
+            raise ConfigError(
+                f"host_memory is {format_bytes(self.host_bytes)}, more than memory, which is"
+                f" {format_bytes(request.nbytes)} and includes it: lower the former or raise the latter"
+            )
 
     def _check_codec(self) -> None:
         if not isinstance(self.codec, str) or not _CODEC.fullmatch(self.codec):
@@ -127,7 +153,12 @@ class OffloadConfig:
     @property
     def host_bytes(self) -> int:
         """``host_memory`` in bytes."""
-        return _bytes(self.host_memory)
+        return 0 if self.host_memory is None else _bytes(self.host_memory)
+
+    @property
+    def memory_request(self) -> MemoryRequest | None:
+        """``memory``, parsed."""
+        return None if self.memory is None else parse_memory(self.memory)
 
     @property
     def floor_bytes(self) -> int:

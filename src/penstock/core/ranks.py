@@ -22,6 +22,12 @@ def rank() -> int | None:
     return number if size > 1 and 0 <= number < size else None
 
 
+def local_processes() -> int:
+    """Return ``LOCAL_WORLD_SIZE``, the number of processes on this machine; 1 without a launcher."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(text)) if rank() is not None and text.isdecimal() else 1
+
+
 def path_of_rank(path: str | os.PathLike[str]) -> str:
     """Return this rank's version of ``path``; ``path`` itself in a run of one process.
 

@@ -121,7 +121,7 @@ class Plant:
         if nbytes < LEAST_REUSED_BYTES or self.memory_bytes < _LEAST_WITH_ARENA_BYTES:
             return np.empty(nbytes, np.uint8)
         if self._batches is None:
-            self._batches = Arena(_MOST_BATCH_BYTES, owner="batches")
+            self._batches = Arena(_MOST_BATCH_BYTES, owner="data loader")
         idle = self._batches.touched_bytes - self._batches.used_bytes
         if idle > max(self.waiting_bytes, nbytes):
             self._batches.trim(idle - self.waiting_bytes)

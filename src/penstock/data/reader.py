@@ -156,6 +156,10 @@ class Reader:
         totals = np.maximum(plan.ranges.nbytes, 0).sum(axis=1)
         row = int(totals.argmax())
         room, needed = self.ring.limit_bytes, plan.total_bytes
+        slot = f"sample {int(plan.samples[row])}"
+        if needed <= room:
+            what = f"{slot} and others that are read with it"
+            return self.ring.account.refusal(needed, what, "make batches smaller")
         least = self.memory_bytes + round_up(int((needed - room) * _SURCHARGE), GRANULE)
         where = self._where(int(plan.samples[row]), int(plan.ranges.file[row]))
         return BudgetError(
@@ -163,7 +167,7 @@ class Reader:
             f" of {self.memory_bytes} ({format_bytes(self.memory_bytes)}) there are {room} for them;"
             f" the longest is {where}, {int(totals[row])} bytes: give at least {least} bytes, or make"
             " batches smaller",
-            slot=f"sample {int(plan.samples[row])}",
+            slot=slot,
             limit_bytes=self.memory_bytes,
             least_bytes=least,
         )

@@ -12,6 +12,7 @@ Not thread-safe: its owner has a lock.
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,11 @@ from penstock.core.process import fork_guard
 from penstock.core.units import round_down, round_up
 from penstock.data.permutation import Numbers
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping
+from penstock.store.account import host_account
+from penstock.store.pool import free_idle
 
+RING: Final = "ring"
+"""Owner, in the account of a loader, of the memory that samples are read into."""
 Places = tuple[Numbers, "Taken"]
 Span = tuple[int, int]
 """Begin and end."""
@@ -47,10 +52,13 @@ class ByteRing:
         held_bytes: What is resident: the most that was used since the limit was last lowered.
         given_back: How often something was; who found no room looks again when it is more.
         guard: The process whose memory it is.
+        account: Account that its resident bytes are charged to, but those that are only lent after
+            ``renew`` and ``close``.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         """Reserve address space; nothing is resident yet."""
+        self.account = host_account().child("data loader")
         self.capacity_bytes = self.limit_bytes = round_down(capacity_bytes, PAGE_BYTES)
         self.guard = fork_guard()
         self.given_back = 0
@@ -61,7 +69,7 @@ class ByteRing:
         """Places for some extents, each in one piece; None: they do not fit now.
 
         Whoever waits frees something first; if everything is free and they still do not fit, they
-        never will.
+        never will; or the account refuses.
         """
         pieces = list[Span]()
         offsets = np.empty(len(sizes), np.int64)
@@ -79,10 +87,11 @@ class ByteRing:
                 break
         else:
             return None
+        if not self._touch(max(stop for _, stop in pieces)):
+            return None
         taken = Taken(pieces, self._mapping)
         self._taken.append(taken)
         self._head = pieces[-1][1]
-        self._touch(max(stop for _, stop in pieces))
         return offsets, taken
 
     def free(self, taken: Taken) -> None:
@@ -142,6 +151,7 @@ class ByteRing:
 
     def _give_up(self) -> None:
         self.bytes = np.zeros(0, np.uint8)
+        self.account.free(self.held_bytes, RING)
         if not self._lent:
             self._mapping.unmap()
             return
@@ -160,18 +170,30 @@ class ByteRing:
             return [(head, max(head, self.limit_bytes)), (0, tail)]
         return [(head, tail)]
 
-    def _touch(self, stop: int) -> None:
+    def _touch(self, stop: int) -> bool:
+        """Make it resident up to there; return False if the account refuses."""
         limit = round_up(max(stop, self.limit_bytes), PAGE_BYTES)
         end = min(round_up(stop, HUGE_PAGE_BYTES), limit, self.capacity_bytes)
+        if end > self.held_bytes and not self._charge(end - self.held_bytes):
+            end = round_up(stop, PAGE_BYTES)
+            if end > self.held_bytes and not self._charge(end - self.held_bytes):
+                return False
         if end > self.held_bytes:
             if not self._mapping.populate(self.held_bytes, end - self.held_bytes):
                 self.bytes[self.held_bytes : end : PAGE_BYTES] = 0
             self.held_bytes = end
+        return True
+
+    def _charge(self, nbytes: int) -> bool:
+        if self.account.try_take(nbytes, RING):
+            return True
+        return bool(free_idle(self.account, nbytes)) and self.account.try_take(nbytes, RING)
 
     def _trim(self) -> None:
         tops = [stop for taken in self._taken for _, stop in taken.pieces]
         end = round_up(max([self.limit_bytes, *tops]), PAGE_BYTES)
         if end < self.held_bytes and self._mapping.free(end, self.held_bytes - end):
+            self.account.free(self.held_bytes - end, RING)
             self.held_bytes = end
 
 

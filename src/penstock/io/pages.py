@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import errno
+import os
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -25,6 +26,9 @@ _PROT_NONE: Final = 0
 _PROT_READ_WRITE: Final = 1 | 2
 _MADV_DONTNEED: Final = 4
 _MADV_HUGEPAGE: Final = 14
+_THRESHOLDS: Final = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}
+"""Environment variables of glibc's heap, and their options of ``mallopt``."""
+_RETURNED_BYTES: Final = 1 << 20
 _MAPS: Final = "/proc/self/maps"
 _ANONYMOUS: Final = ("", "[heap]")
 
@@ -164,6 +168,40 @@ def trim_heap() -> None:
     trim = getattr(_libc, "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
+
+
+class _MallocInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc 2.33."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def free_heap_bytes() -> int:
+    """Return the unused memory that the C library keeps in its heap; 0 if it does not tell."""
+    info = getattr(_libc, "mallinfo2", None)
+    if info is None:
+        return 0
+    info.restype = _MallocInfo
+    return int(info().fordblks)
+
+
+def return_freed_blocks() -> None:
+    """Make the C library return freed blocks of a MiB and more to the system at once, if it can.
+
+    Thresholds that the user has set for it in the environment stay in force.
+    """
+    tune = getattr(_libc, "mallopt", None)
+    if tune is None:
+        return
+    for variable, option in _THRESHOLDS.items():
+        if variable not in os.environ:
+            tune(option, _RETURNED_BYTES)
 
 
 def _call(name: str, pages: PageRange, argument: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.core.errors import ConfigError, free_space_bytes
+from penstock.core.memory import physical_bytes
 from penstock.core.units import MIB, format_bytes
 from penstock.jobs.description import JobsMachine
 from penstock.jobs.policy import ALIVE, JobEntry, JobPhase, Limits
@@ -25,7 +26,7 @@ def limits_of(machine: JobsMachine, resting_bytes: int) -> Limits:
     Raises:
         ConfigError: The machine has less memory or flash than configured.
     """
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = physical_bytes()
     if machine.memory_bytes > there:
         raise ConfigError(
             f"[machine] memory is {format_bytes(machine.memory_bytes)}, but this machine has only"

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Final, Self
 
 from penstock.core.errors import JobError
+from penstock.core.memory import own_bytes
 from penstock.swap.channel import start_ticks
 
 _SHELLS: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """Names of variables that every shell passes on; it may drop others."""
-_OWN: Final = ("RssAnon", "RssShmem")
-"""Fields of memory that is not backed by a file, which the kernel cannot drop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +191,9 @@ def _can_write(pid: str, file: os.stat_result) -> bool:
 
 def held_bytes(pid: int) -> int:
     """Return the DRAM of a process and its descendants, without file-backed memory; 0 if it has ended."""
-    own = _fields(f"/proc/{pid}/status", _OWN)
+    own = 0
+    with suppress(OSError, ValueError):
+        own = own_bytes(Path(f"/proc/{pid}/status").read_bytes())
     return own + sum(_shared_out(child) for child in _children(pid))
 
 

@@ -22,3 +22,7 @@ class Suggestion:
     """Half, a quarter and an eighth of the saved bytes, and the minimum budget; the largest first."""
     least_bytes: int | None
     """Minimum device budget for a whole step as profiled; ``None`` if it is not known."""
+    is_host: bool = False
+    """True if saved tensors are in host memory, so that ``memory`` limits them."""
+    others_bytes: int = 0
+    """Bytes that other parts of Penstock have held at their peak in the same memory."""

@@ -24,6 +24,7 @@ from penstock.observe.summary_text import render, to_text
 from penstock.observe.summary_values import (
     CodecLine,
     FlowLine,
+    HostMemoryUse,
     MemoryLine,
     PlaceLine,
     RecomputeLine,
@@ -107,6 +108,8 @@ class RunFacts:
     notes: tuple[str, ...] = ()
     """Informative sentences for the user, which need no action."""
     warnings: tuple[str, ...] = ()
+    host: HostMemoryUse | None = None
+    """Host memory of the process, if it was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +153,7 @@ def summarize(totals: Totals, facts: RunFacts, steps: Iterable[StepTotals] = ())
         codecs=_codec_lines(totals),
         stalls=_stall_lines(totals, facts.steps),
         memory=_memory_lines(totals, facts),
+        host=facts.host,
         places=_place_lines(facts.slots),
         replans=_replan_lines(totals),
         triggers_moved=totals.counters.get(MOVED_EARLIER, 0),

@@ -63,6 +63,7 @@ def render(summary: SummaryValues) -> RenderableType:
     """Return the summary as an object that rich can print; empty parts are omitted."""
     parts: list[RenderableType] = [_head(summary)]
     for part in (
+        _host(summary),
         _memory(summary),
         _traffic(summary),
         _codecs(summary),
@@ -137,6 +138,29 @@ def _against_budget(summary: SummaryValues) -> str:
 def _devices(summary: SummaryValues) -> list[MemoryLine]:
     """Return the lines of device memories: the session's own, and those of further devices."""
     return [line for line in summary.memory if line.memory.split()[0] == "device"]
+
+
+def _host(summary: SummaryValues) -> Table | None:
+    """Return the table that says what Penstock and the rest of the process hold, and what is saved."""
+    use = summary.host
+    if use is None or not (use.held_peak_bytes or use.limit_bytes):
+        return None
+    table = grid("Memory of this process", ("", "peak", "limit"))
+    limit = "-" if use.limit_bytes is None else format_bytes(use.limit_bytes)
+    add_row(table, "held by Penstock", format_bytes(use.held_peak_bytes), limit)
+    if len(use.owners) > 1:
+        for line in use.owners:
+            add_row(table, f"  {line.owner}", format_bytes(line.peak_bytes), "")
+    add_row(table, "the rest: weights, gradients, ...", format_bytes(use.rest_bytes), "")
+    process = "-" if use.usable_bytes is None else format_bytes(use.usable_bytes)
+    add_row(table, "together", format_bytes(use.together_bytes), process)
+    if use.without_bytes is not None:
+        add_row(table, "without Penstock, about", format_bytes(use.without_bytes), "")
+        saved = use.without_bytes - use.together_bytes
+        if saved > 0:
+            share = percent(saved / use.without_bytes)
+            add_row(table, "saved, about", f"{format_bytes(saved)}, {share}", "")
+    return table
 
 
 def _memory(summary: SummaryValues) -> Table | None:
@@ -245,11 +269,20 @@ def _suggestion(summary: SummaryValues) -> Table | None:
     found = summary.suggestion
     if found is None or not found.budgets:
         return None
-    title = "Predicted cost of a device budget, by a replay of these passes on this machine"
-    table = grid(title, ("device_memory", "", "forward and backward take about"), first=2)
+    setting = "memory" if found.is_host else "device_memory"
+    title = f"Predicted cost of {setting}, by a replay of these passes on this machine"
+    columns = [setting, "", "forward and backward take about"]
+    rest_bytes = None if summary.host is None or not found.is_host else summary.host.rest_bytes
+    if rest_bytes is not None:
+        columns.append("the process holds about")
+    table = grid(title, columns, first=2)
     for each in found.budgets:
         least = "the minimum" if each.device_bytes == found.least_bytes else ""
-        add_row(table, f"'{each.device_bytes // MIB}MiB'", least, f"{each.slowdown:.2f}x")
+        nbytes = each.device_bytes + found.others_bytes
+        row = [f"'{-(-nbytes // MIB)}MiB'", least, f"{each.slowdown:.2f}x"]
+        if rest_bytes is not None:
+            row.append(format_bytes(rest_bytes + nbytes))
+        add_row(table, *row)
     return table
 
 

@@ -48,6 +48,44 @@ class MemoryLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OwnerLine:
+    """Host memory of one part of Penstock."""
+
+    owner: str
+    """Name of the part: ``"saved tensors"``, ``"optimizer"``, ..."""
+    peak_bytes: int
+    current_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemoryUse:
+    """Host memory of this process: what Penstock holds, and the rest. See ``memory`` of the settings."""
+
+    limit_bytes: int | None
+    """Limit of all that Penstock holds; ``None`` if there is none."""
+    limit_source: str
+    """Origin of the limit: ``"memory='8GiB'"``; empty without a limit."""
+    usable_bytes: int | None
+    """Limit of the whole process; ``None`` if it is not limited."""
+    held_peak_bytes: int
+    """Most that Penstock has held at any one time."""
+    owners: tuple[OwnerLine, ...]
+    """Parts of Penstock that have held memory; the most first."""
+    rest_bytes: int
+    """Most that the process has held beside: weights, gradients, work space, Python."""
+    process_peak_bytes: int
+    """Most memory that was resident at any one time, without pages of files."""
+    without_bytes: int | None
+    """Estimated memory of the same run without Penstock: the rest, and all that autograd saves. ``None``
+    if saved tensors are not in host memory, or have not been profiled."""
+
+    @property
+    def together_bytes(self) -> int:
+        """Most that Penstock has held, and the rest."""
+        return self.held_peak_bytes + self.rest_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlaceLine:
     """Slots that share an action, a tier and a reason."""
 
@@ -122,6 +160,8 @@ class SummaryValues:
     stalls: tuple[StallLine, ...]
     """Stalls by cause; the longest first."""
     memory: tuple[MemoryLine, ...]
+    host: HostMemoryUse | None = None
+    """Host memory of the process; ``None`` if it is not known, as in the log of a killed run."""
     places: tuple[PlaceLine, ...]
     """Offloaded and resident tensors, with reasons; the most bytes first."""
     replans: tuple[ReplanLine, ...]

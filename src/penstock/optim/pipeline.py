@@ -31,13 +31,15 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.errors import BudgetError, PenstockError
+from penstock.core.errors import PenstockError
 from penstock.core.locks import condition
-from penstock.core.units import format_bytes
+from penstock.core.units import round_up
+from penstock.io.mapping import PAGE_BYTES
 from penstock.optim.params import Tile
 from penstock.optim.squeeze import Squeezer
 from penstock.optim.store import RecordStore
-from penstock.store.arena import Arena
+from penstock.store.arena import Arena, lone_block
+from penstock.store.pool import Block
 
 
 class BufferPhase(enum.Enum):
@@ -122,6 +124,7 @@ class TilePipeline:
         store: RecordStore,
         *,
         count: int,
+        least: int,
         buffer_bytes: int,
         write_through: bool,
         squeezer: Squeezer,
@@ -130,7 +133,8 @@ class TilePipeline:
 
         Args:
             store: Records on flash.
-            count: Number of buffers; at least two more than simultaneous visitors.
+            count: Number of buffers, if the process's account of memory has room for them.
+            least: Smallest number of buffers; two more than simultaneous visitors, or as many as tiles.
             buffer_bytes: Length of the longest record, with what squeezing needs.
             write_through: Write each tile in each pass.
             squeezer: Compresses the records that are written.
@@ -146,16 +150,17 @@ class TilePipeline:
         self._squeezer = squeezer
         self._write_through = write_through
         self._wake = condition()
-        self._arenas: list[Arena] = []
+        self._block_bytes = round_up(max(buffer_bytes, 1), PAGE_BYTES)
+        self._arena = Arena(count * self._block_bytes, owner="optimizer")
         self._buffers: list[RecordBuffer] = []
         self._holding: dict[int, RecordBuffer] = {}  # by number of a tile
         self._ahead: deque[Tile] = deque()  # to read, in this order
         self._rank: Mapping[int, int] = {}
-        self._rotating = count
         self._reads: deque[Callable[[], None]] = deque()  # to submit without the lock
         self._writes: deque[Callable[[], None]] = deque()
         self._closed = False
-        self._add_buffers(count)
+        self._make_buffers(count, least)
+        self._rotating = self.count
 
     @property
     def memory_bytes(self) -> int:
@@ -281,8 +286,7 @@ class TilePipeline:
         self._settle()
         self._buffers.clear()
         self._holding.clear()
-        for arena in self._arenas:
-            arena.close()
+        self._arena.close()
 
     # -- without the lock -------------------------------------------------------------------------
 
@@ -372,7 +376,7 @@ class TilePipeline:
             return None
         dirty = self._to_write_back()
         if dirty is not None and self.write_failure is not None:  # the pass ends in memory
-            self._add_buffers(1)
+            self._add_buffer(lone_block(self._block_bytes, owner="optimizer"))
             return self._first_free()
         if dirty is not None:
             self._begin_eviction(dirty)
@@ -471,22 +475,20 @@ class TilePipeline:
             self._holding.pop(buffer.tile.index, None)
         buffer.clear()
 
-    def _add_buffers(self, count: int) -> None:
-        each = max(self.buffer_bytes, 4096)
-        arena = Arena(count * each, owner="optimizer")
-        self._arenas.append(arena)
-        block = arena.allocate(count * each)  # one: no page is left over between two buffers
-        if block is None:
-            raise BudgetError(
-                f"an optimizer's {count} buffers of {format_bytes(self.buffer_bytes)} do not fit in"
-                " memory; lower host_memory or the tile",
-                slot="optimizer",
-                limit_bytes=arena.capacity_bytes,
-                least_bytes=count * self.buffer_bytes,
-            )
-        memory = block.lend(0, block.nbytes)
-        for start in range(0, block.nbytes, each):
-            self._buffers.append(RecordBuffer(block.address + start, memory[start : start + each]))
+    def _make_buffers(self, count: int, least: int) -> None:
+        for made in range(count):
+            block = self._arena.allocate(self._block_bytes)
+            if block is None and made < least:
+                missing = (least - made) * self._block_bytes
+                raise self._arena.account.refusal(
+                    missing, f"{least} buffers of an optimizer", "give a smaller `tile`"
+                )
+            if block is None:
+                return
+            self._add_buffer(block)
+
+    def _add_buffer(self, block: Block) -> None:
+        self._buffers.append(RecordBuffer(block.address, block.lend(0, block.nbytes)))
 
     # -- in a thread of the engine ----------------------------------------------------------------
 

@@ -493,9 +493,11 @@ class FlashStates:
             ring += max(0, self.threads - _THREADS)
             room = max((tile.record_bytes + slack_bytes(tile) for tile in self.tiles), default=0)
             wanted = self.config.host_bytes // max(room, 1)
+            count = max(1, min(max(ring, wanted), len(self.tiles)))
             self._pipeline = TilePipeline(
                 self.store,
-                count=max(1, min(max(ring, wanted), len(self.tiles))),
+                count=count,
+                least=min(count, self.threads + 2),
                 buffer_bytes=room,
                 write_through=self.config.durable,
                 squeezer=self._squeezer,

@@ -35,11 +35,11 @@ class ComputeTime:
     def now_ns(self) -> int:
         """The time now."""
         now_ns = self._clock.now_ns() - self.stalled_ns
-        if self.timer is not None and self.observing:
-            for look in self.watch:
-                look()
-            return self.timer.mark(now_ns)
-        return now_ns
+        if not self.observing:
+            return now_ns
+        for look in self.watch:
+            look()
+        return now_ns if self.timer is None else self.timer.mark(now_ns)
 
     def wait_begins(self) -> Reached:
         """As ``DeviceTimer.wait_begins``; empty without a timer."""

@@ -30,6 +30,7 @@ from penstock.runtime.storage import Pass, Residency, SavedStorage
 from penstock.runtime.table import SMALL, is_in_use, is_settled, strip
 from penstock.runtime.transfers import Transfers, session_closed
 from penstock.store.account import Account
+from penstock.store.pool import free_idle
 
 OTHERS_PATIENCE_S: Final = 2.0
 """Longest wait for memory of other products, such as the buffers of a checkpoint that is written."""
@@ -151,12 +152,44 @@ class Eviction:
     def _others_give_way(self, nbytes: int) -> bool:
         """Wait for other products if it is their memory that is in the way; return whether it is free."""
         budget, needed = self._budget, round_up(nbytes, HUGE_PAGE_BYTES)
-        if budget.parent is None or budget.free_bytes >= needed:
+        if budget.parent is None or not budget.missing_elsewhere(nbytes):
             return False
-        if budget.limit_bytes - budget.used_bytes < nbytes:
-            return False
+        if free_idle(budget, nbytes):
+            return True
+        if budget.parent.used_bytes - budget.used_bytes < needed - budget.free_bytes:
+            return False  # not even all that others hold would do
         with budget.changed:
             return budget.changed.wait_for(lambda: budget.free_bytes >= needed, OTHERS_PATIENCE_S)
+
+    def give_way(self, nbytes: int, of_pass: Pass) -> None:
+        """Begin to free ``nbytes`` for other parts of Penstock; does not wait.
+
+        See [Note: accounts that yield].
+
+        Args:
+            nbytes: Bytes that are missing.
+            of_pass: The pass whose storages go, the one needed last first.
+        """
+        transfers = self._transfers
+        if transfers.closed:
+            return
+        with transfers.table.lock:
+            going = transfers.table.free_spare() + transfers.writing_bytes
+        going += transfers.mover.trim(nbytes)
+        if going >= nbytes:
+            return
+        with transfers.table.lock:
+            while self._drop_prefetched(of_pass, None):
+                pass
+            transfers.table.promote_all()
+        going += transfers.mover.trim(nbytes)
+        while going < nbytes:
+            with transfers.table.lock:
+                victim = self._victim(of_pass, None)
+            if victim is None:
+                return
+            going += victim.nbytes
+            self._evict(victim)
 
     def _exceed(self, nbytes: int, name: str) -> bool:
         """Refuse to, where the limit is given and tiers could take more; else count it: False."""
@@ -222,7 +255,7 @@ class Eviction:
     def _last_first(self, of_pass: Pass, others: Iterable[SavedStorage]) -> Iterator[SavedStorage]:
         """The pass's storages, the one needed last first; then those of other passes."""
         yield from of_pass.needed_last()
-        yield from tuple(others)
+        yield from list(others)  # not a tuple, during whose allocation finalizers may run
 
     def _evict(self, saved: SavedStorage) -> None:
         self._recorder.count("evicted")
@@ -240,7 +273,7 @@ class Eviction:
         used = self._budget.used_bytes
         limit = self._budget.limit_bytes
         least = used + nbytes
-        if least <= limit and self._budget.free_bytes < nbytes:
+        if self._budget.missing_elsewhere(nbytes):
             raise self._budget.refusal(nbytes, name, "give other uses of this memory less")
         if least <= limit:  # the bytes would fit, but what is restored takes whole pages
             pages = used + round_up(nbytes, HUGE_PAGE_BYTES)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -21,6 +22,7 @@ from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.eviction import Eviction
+from penstock.runtime.inspection import DeviceState, held_slots
 from penstock.runtime.movers import RESTORED, Mover, StreamOrder
 from penstock.runtime.orders import Orders, PassRecord
 from penstock.runtime.reads import Reads
@@ -54,7 +56,7 @@ from penstock.store.account import Account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
-    from penstock.runtime.cuda.allowance import Allowance
+    from penstock.runtime.allowance import Allowance
 
 _KEPT: Final = Residency.KEPT
 _SMALL: Final = Residency.SMALL
@@ -135,6 +137,7 @@ class Executor:
         self._make_sampler = make_sampler
         self._sampler: CodecSampler | None = None
         self._guard = fork_guard()
+        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         self._pass = self._new_pass(0)
         self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
 
@@ -244,24 +247,32 @@ class Executor:
         return saved
 
     def _count(self, storage: torch.UntypedStorage, nbytes: int) -> SavedStorage:
-        """Count a storage that stays; once, however many handles it gets."""
+        """Count a storage that stays; once, however many handles it gets.
+
+        Without the lock; see [Note: the runtime's lock].
+        """
         table, cdata = self._table, storage._cdata
-        with self._lock:
-            small = table.entries.get(cdata)
-            if small is not None and small.state is _SMALL and small.source() is storage:
-                small.handles += 1
-                return small
-            current = self._pass
-            if current.end_ns is not None or (current.saved_count and current.abandoned):
+        small = table.entries.get(cdata)
+        if (
+            small is not None
+            and small.source() is storage
+            and small.state is _SMALL
+            and small.handles
+        ):
+            small.handles += 1
+            return small
+        current = self._pass
+        if current.end_ns is not None or (current.saved_count and current.abandoned):
+            with self._lock:
                 current = self._current_pass()
-            small = SavedStorage(_SMALL, cdata, nbytes, TensorRef(storage), current)
-            table.entries[cdata] = small
-            current.small_count += 1
-            held = table.small_bytes = table.small_bytes + nbytes
-            current.small_bytes = max(current.small_bytes, held)
-            missing = held - table.small_taken_bytes
-        if missing > 0:
-            self._charge_small(small, missing)
+        small = SavedStorage(_SMALL, cdata, nbytes, TensorRef(storage), current)
+        table.entries[cdata] = small
+        current.small_count += 1
+        held = table.small_bytes = table.small_bytes + nbytes
+        if held > current.small_bytes:  # noqa: PLR1730  (hot: a call costs)
+            current.small_bytes = held
+        if held > table.small_taken_bytes:
+            self._charge_small(small, held - table.small_taken_bytes)
         return small
 
     def _charge_small(self, small: SavedStorage, missing: int) -> None:
@@ -273,11 +284,10 @@ class Executor:
             try:
                 self._eviction.take(nbytes, SMALL, name=name, of_pass=small.of_pass, saved=None)
             except BaseException:
-                with self._lock:
-                    table.end_small(small)
+                small.handles = 0
+                table.end_small(small)
                 raise
-        with self._lock:
-            table.small_taken_bytes += nbytes
+        table.small_taken_bytes += nbytes
 
     def _share(
         self,
@@ -563,14 +573,22 @@ class Executor:
     # -- handles ----------------------------------------------------------------------------------
 
     def release(self, saved: SavedStorage, unpacked: bool) -> None:
-        """Release a handle that has died, unpacked or not. Never waits. Call it through ``locks.defer``.
+        """Release a handle that has died, unpacked or not. Never waits.
 
-        There the finalizers of this thread wait in any case, so the bare lock is enough.
+        Call it through ``locks.defer``: there the finalizers of this thread wait in any case, so the bare
+        lock is enough. A SMALL storage takes no lock, so its handle may call this directly.
         """
         if self._guard.in_child:  # the holders of locks do not exist in a forked child
             return
         table, ticket = self._table, None
-        with self._lock.bare:
+        if saved.state is _SMALL:
+            saved.handles -= 1
+            if not saved.handles:
+                table.end_small(saved)
+            return
+        bare = self._lock.bare
+        bare.acquire()  # a `with` statement costs twice as much
+        try:
             saved.handles -= 1
             state = saved.state
             if state is _KEPT:
@@ -585,10 +603,6 @@ class Executor:
                     saved.state = Residency.DEAD
                     table.free(saved.nbytes)
                 return
-            if state is _SMALL:
-                if not saved.handles:
-                    table.end_small(saved)
-                return
             if not unpacked:
                 saved.pending -= 1
             if saved.handles > 0:
@@ -597,6 +611,8 @@ class Executor:
                 return
             table.forget(saved)
             ticket = self._transfers.bury(saved)
+        finally:
+            bare.release()
         if ticket is not None:
             self._transfers.discard(saved, ticket)
         saved.remake = None  # and its handle to the input of that
@@ -612,7 +628,9 @@ class Executor:
     def _new_pass(self, index: int) -> Pass:
         if self.time.timer is not None:
             self.time.timer.begin()
-        return Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
+        made = Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
+        self._passes.add(made)
+        return made
 
     def follow(self, orders: Orders) -> None:
         """Follow other orders from now on. Between passes."""
@@ -664,6 +682,11 @@ class Executor:
             limit_bytes = self._set_limit(self.allowance.settle())
         return self.active.end_pass(finished, limit_bytes=limit_bytes)
 
+    def give_way(self, nbytes: int) -> None:
+        """Begin to free ``nbytes`` for other parts of Penstock. In any thread; does not wait."""
+        if not self._guard.in_child:
+            self._eviction.give_way(nbytes, self._pass)
+
     def end_step(self) -> int | None:
         """End a step; return the new limit of the device budget, if less memory is left than before."""
         limit_bytes = None if self.allowance is None else self.allowance.grown()
@@ -682,6 +705,29 @@ class Executor:
         middle_ns = finished.backward_began_ns or end_ns
         span(Stage.FORWARD, finished.began_ns, middle_ns, slot=f"pass {finished.index}")
         span(Stage.BACKWARD, middle_ns, end_ns, slot=f"pass {finished.index}")
+
+    def inspect(self, device: str) -> DeviceState:
+        """Return what is held and moved at this moment, under the name of the device."""
+        transfers, budget = self._transfers, self.budget
+        with self._lock:
+            slots = held_slots(list(self._passes))
+            held = {owner: row.nbytes for owner, row in budget.holdings().items() if row.nbytes}
+            return DeviceState(
+                device=device,
+                limit_bytes=budget.limit_bytes,
+                used_bytes=budget.used_bytes,
+                peak_bytes=budget.peak_bytes,
+                holdings=MappingProxyType(held),
+                slots=slots,
+                small_count=sum(each.state is _SMALL for each in self._table.entries.values()),
+                small_bytes=self._table.small_bytes,
+                restored_bytes=self._restored_bytes(),
+                writes=transfers.writing,
+                writing_bytes=transfers.writing_bytes,
+                reads=transfers.reading,
+                pass_index=self._pass.index,
+                orders=self.orders,
+            )
 
     def drain(self) -> None:
         """Wait for all that moves, where a device that runs behind has a part in it."""

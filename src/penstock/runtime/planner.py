@@ -277,7 +277,7 @@ class Planner:
             budgets=self._budgets,
             recompute=settings.recompute,
             unrepeatable=self._unrepeatable,
-            slack_bytes=settings.slack_bytes(settings.budgets.device_bytes),
+            slack_bytes=settings.slack_bytes(self._limit_bytes),
             peak_slack_bytes=settings.slack_bytes(profile.peak_saved_bytes),
             scratch_bytes=self._limit_bytes - self._budgets.device_bytes,
         )

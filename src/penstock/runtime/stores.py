@@ -31,8 +31,8 @@ from penstock.store.flash import FlashTier
 from penstock.store.host import HostTier
 
 if TYPE_CHECKING:
+    from penstock.runtime.allowance import FoundAllowance
     from penstock.runtime.cuda.accelerator import Accelerator
-    from penstock.runtime.cuda.allowance import Allowance
     from penstock.runtime.cuda.timing import DeviceTimer
 
 SCRATCH_SHARE: Final = 32
@@ -105,7 +105,7 @@ class Stores:
         """Of the device; ``None``: it does not run behind the interpreter."""
         return None if self._accelerator is None else self._accelerator.timer
 
-    def allowance(self, device: torch.device, budget: Account) -> Allowance | None:
+    def allowance(self, device: torch.device, budget: Account) -> FoundAllowance | None:
         """Return what finds the limit of a device's ``budget``.
 
         ``None``: the memory is the host's, or torch does not tell how much there is.

@@ -8,11 +8,19 @@
     A child, its parent and their other descendants share one lock and one condition, because bytes that
     are freed anywhere may be what somebody elsewhere waits for.
 
-    What to do if a parent refuses is the client's decision. An arena exchanges idle pages, and else has
-    no block; the runtime evicts, waits a moment for other products, and then raises ``BudgetError``;
-    tiers are full; checkpoints, optimizers and loaders use fewer buffers, and raise ``BudgetError`` if
-    not even the least fits; buffers that make memory free, as those of suspending, are forced.
-    ``Account.refusal`` makes the error, with a table of what holds the memory.
+    If a parent refuses, idle memory of other products' pools is freed first (``pool.free_idle``). If
+    that is not enough, it is the client's decision: the runtime evicts, waits a moment for other
+    products, and then raises ``BudgetError``; tiers are full; checkpoints and optimizers use fewer
+    buffers, loaders a shorter ring, and raise ``BudgetError`` if not even the least fits; buffers that
+    make memory free, as those of suspending, are forced. ``Account.refusal`` makes the error, with a
+    table of what holds the memory.
+
+[Note: accounts that yield]
+    Saved tensors can be moved away, and buffers cannot. So the account of saved tensors *yields*
+    (``yield_by``): if another one of the same memory is refused, ``make_room`` has it begin to free as
+    much, and waits until the bytes fit, for ``PATIENCE_S`` at most. Freed bytes are kept for the account
+    that needs them: meanwhile the one that yields is refused as if they were taken. A pool does so
+    before it refuses a block, so a buffer is only refused if nothing more can be moved.
 
 [Note: budgets never deadlock]
     ``try_take`` never waits. A thread that must wait does so on ``changed``, and while waiting holds
@@ -34,6 +42,8 @@ from penstock.core.locks import Lock, defer
 from penstock.core.process import ForkGuard, call_in_child, fork_guard
 from penstock.core.units import format_bytes
 
+PATIENCE_S: Final = 2.0
+"""Longest wait for memory that other owners begin to free."""
 HOST: Final = "memory"
 """Name of the process's account of host memory."""
 
@@ -102,6 +112,9 @@ class Account:
         self._all = _Bytes()
         self._in_parent = self._all  # not used without a parent
         self._close: weakref.finalize[..., Account] | None = None
+        self._yielding: dict[Account, Callable[[int], None]] = {}
+        self._wanted_bytes = 0
+        self._yields = False
         if parent is None:
             self._lock = Lock()
             self.changed = threading.Condition(self._lock)  # type: ignore[arg-type]
@@ -149,13 +162,28 @@ class Account:
     @property
     def free_bytes(self) -> int:
         """Bytes that may still be taken here and in all parents; negative while over a limit."""
-        free = self.limit_bytes - self._all.now
-        return free if self.parent is None else min(free, self.parent.free_bytes)
+        free, parent = self.limit_bytes - self._all.now, self.parent
+        if parent is None:
+            return free
+        return min(free, parent.free_bytes - (parent._wanted_bytes if self._yields else 0))
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes taken at any one time since ``reset_peak``."""
         return self._all.peak
+
+    def missing_elsewhere(self, nbytes: int) -> int:
+        """Return the bytes that others of the same memory would have to free for ``nbytes`` here.
+
+        Zero if they fit, or if it is this account's own limit that refuses them.
+        """
+        if self.parent is None or self.limit_bytes - self.used_bytes < nbytes:
+            return 0
+        return max(0, nbytes - self.parent.free_bytes)
+
+    def shares_memory(self, other: Account) -> bool:
+        """Return True if both are accounts of the same memory."""
+        return self._lock is other._lock
 
     def used_by(self, owner: str) -> int:
         """Return the bytes that one owner has taken."""
@@ -177,8 +205,10 @@ class Account:
             if self._all.now + nbytes > self.limit_bytes:  # as _fits, without a call: hot
                 return False
             parent = self.parent
-            if parent is not None and not parent._fits(nbytes):
-                return False
+            if parent is not None:
+                wanted = parent._wanted_bytes if self._yields else 0
+                if not parent._fits(nbytes + wanted):
+                    return False
             row = self._rows.get(owner) or self._row(owner)
             row.now += nbytes  # from here as _add
             row.peak = max(row.peak, row.now)
@@ -190,6 +220,38 @@ class Account:
             if parent is not None:
                 parent._add(nbytes, self._in_parent)
             return True
+
+    def yield_by(self, free: Callable[[int], None]) -> None:
+        """Let other accounts of the parent have this one's memory. See [Note: accounts that yield].
+
+        Args:
+            free: Begins to free so many bytes, and does not wait; called in any thread, without locks.
+        """
+        if self.parent is not None:
+            with self._lock:
+                self._yields = True
+                self.parent._yielding[self] = free
+
+    def make_room(self, nbytes: int) -> bool:
+        """Have accounts that yield free memory for ``nbytes`` of this one; return whether they fit.
+
+        Waits, so call it without locks.
+        """
+        parent = self.parent
+        if parent is None or self._yields or self.limit_bytes - self._all.now < nbytes:
+            return False
+        if nbytes > parent.limit_bytes or not parent._yielding:
+            return False
+        with self._lock:
+            parent._wanted_bytes += nbytes
+        try:
+            for free in tuple(parent._yielding.values()):
+                free(nbytes - parent.free_bytes)
+            with self.changed:
+                return self.changed.wait_for(lambda: parent.free_bytes >= nbytes, PATIENCE_S)
+        finally:
+            with self._lock:
+                parent._wanted_bytes -= nbytes
 
     def force(self, nbytes: int, owner: str) -> None:
         """Take ``nbytes`` even over the limits: a last resort, and for what makes memory free."""
@@ -228,6 +290,7 @@ class Account:
             with self._lock:
                 parent, self.parent = self.parent, None
                 assert parent is not None
+                parent._yielding.pop(self, None)
                 parent._add(-self._all.now, self._in_parent)
                 self.changed.notify_all()
 

@@ -145,6 +145,11 @@ class Tier(ABC):
         """Bytes at rest or on their way in."""
         return self._held_bytes
 
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the capacity in use: held bytes, in whole units of the tier."""
+        return self._held_bytes
+
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Within, what is moved is reported as the tier's measurement, not as its use."""

@@ -6,9 +6,10 @@ memory is an arena that a device's driver knows.
 
 [Note: charged to the process]
     A pool is charged to the account that it is given, or else to a child of ``host_account()``, which is
-    freed with the pool: so whatever Penstock holds is in the process's account. If that refuses,
-    ``allocate`` returns None. What must have memory all the same, because it makes other memory free or
-    because bytes would be lost, says ``force``.
+    freed with the pool: so whatever Penstock holds is in the process's account. If that refuses, idle
+    memory of other pools is freed; if that is not enough, ``allocate`` returns None. A client that must
+    have memory all the same, because it makes other memory free or because bytes would be lost, passes
+    ``force``.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
-from penstock.core.process import fork_guard
+from penstock.core.process import call_in_child, fork_guard
 from penstock.core.units import format_bytes
 from penstock.io.mapping import PAGE_BYTES
 from penstock.store.account import Account, host_account
 
+TRIES: Final = 3
+"""Times that others are asked to free memory for a block, since somebody else may take it."""
 MAX_ALIGNMENT_BYTES: Final = 2 << 20
 
 
@@ -114,6 +117,8 @@ class Pool(ABC):
         self._guard = fork_guard()
         self._used_bytes = 0
         self._touched_bytes = 0
+        with _pools_lock:
+            _pools.add(self)
 
     def __repr__(self) -> str:
         used, resident = format_bytes(self._used_bytes), format_bytes(self._touched_bytes)
@@ -143,6 +148,9 @@ class Pool(ABC):
             alignment: Its address is a multiple of this.
             force: Charge it even over the account's limits.
 
+        If the process's account is full, others free memory for it first, which is waited for: see
+        [Note: accounts that yield].
+
         Returns:
             The block, or None if it does not fit the capacity, or the account, now. To wait, wait on
             ``account.changed``, which is notified when a block is freed; use a timeout, since one may
@@ -161,7 +169,16 @@ class Pool(ABC):
         if alignment <= 0 or MAX_ALIGNMENT_BYTES % alignment:
             raise ConfigError(f"alignment {alignment} is not a power of two up to 2 MiB")
         self._check_process()
-        return self._allocate(nbytes, alignment, force)
+        block = self._allocate(nbytes, alignment, False)
+        if block is None and free_idle(self.account, self.charge_bytes(nbytes), but=self):
+            block = self._allocate(nbytes, alignment, False)
+        if block is None and force:
+            return self._allocate(nbytes, alignment, True)
+        for _ in range(TRIES):
+            if block is not None or not self.account.make_room(self.charge_bytes(nbytes)):
+                break
+            block = self._allocate(nbytes, alignment, False)
+        return block
 
     def trim(self, nbytes: int | None = None) -> int:
         """Free idle memory, and uncharge it.
@@ -217,6 +234,45 @@ class Pool(ABC):
     def _check_process(self) -> None:
         if self._guard.in_child:
             raise self._guard.error(repr(self), "make one here")
+
+
+_pools: Final = weakref.WeakSet[Pool]()
+_pools_lock = Lock()
+
+
+def free_idle(account: Account, nbytes: int, *, but: Pool | None = None) -> int:
+    """Free idle memory of pools if it is what ``account`` lacks for ``nbytes``.
+
+    Call it without the lock of any pool.
+
+    Args:
+        account: Account that was refused ``nbytes`` by a parent; nothing happens if it was not.
+        nbytes: Bytes that it was refused.
+        but: Pool to leave as it is.
+
+    Returns:
+        Bytes freed, in all pools that are charged to the same memory.
+    """
+    missing = account.missing_elsewhere(nbytes)
+    if not missing:
+        return 0
+    with _pools_lock:
+        pools = list(_pools)
+    freed = 0
+    for pool in pools:
+        if pool is but or pool._guard.in_child or not pool.account.shares_memory(account):
+            continue
+        if freed < missing:
+            freed += pool.trim(missing - freed)
+    return freed
+
+
+def _begin_child() -> None:
+    global _pools_lock  # noqa: PLW0603
+    _pools_lock = Lock()
+
+
+call_in_child(_begin_child)
 
 
 def _check_state(block: Block, expected: BlockState) -> None:

@@ -35,6 +35,11 @@ class WrapperTier(Tier):
         super().__init__(inner.spec, recorder=inner.recorder, verify=inner._verify)
         self.inner = inner
 
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the capacity in use."""
+        return self.inner.taken_bytes
+
     def _allocate(self, nbytes: int) -> Place:
         return self.inner._allocate(nbytes)
 

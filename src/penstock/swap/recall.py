@@ -17,8 +17,8 @@ import torch
 from penstock.checkpoint import unchanged
 from penstock.checkpoint.frames import Decoding
 from penstock.checkpoint.manifest import TensorEntry
-from penstock.checkpoint.moves import Region
-from penstock.checkpoint.reading import OpenCheckpoint
+from penstock.checkpoint.reader import OpenCheckpoint
+from penstock.checkpoint.regions import Region
 from penstock.io.pages import PageRange
 from penstock.swap.state import SuspendableStorage
 

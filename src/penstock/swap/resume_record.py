@@ -28,7 +28,7 @@ import xxhash
 from penstock.checkpoint import Rng
 from penstock.checkpoint.listeners import listeners
 from penstock.checkpoint.listing import info_of, steps_in
-from penstock.checkpoint.reading import OpenCheckpoint
+from penstock.checkpoint.reader import OpenCheckpoint
 from penstock.core.errors import CheckpointError, ConfigError, PenstockError, SuspendError
 from penstock.core.files import absolute_path, open_regular, parse_json
 from penstock.core.fs import FileLock, write_durably

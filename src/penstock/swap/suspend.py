@@ -27,7 +27,7 @@ import torch
 
 from penstock import staging
 from penstock.checkpoint.background import let_all_change
-from penstock.checkpoint.moves import await_devices
+from penstock.checkpoint.regions import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
 from penstock.core.garbage_collector import without_collection
 from penstock.io import pages as memory

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,11 +20,12 @@ import torch
 
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError
+from penstock.core.memory import physical_bytes
 from penstock.core.units import GIB, MIB, format_bytes, round_down
 from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
-from penstock.runtime.cuda.allowance import Allowance
+from penstock.runtime.allowance import FoundAllowance, Remainder
 from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.mover import CudaMover
@@ -73,12 +73,19 @@ class Accelerator:
         assert self._mover is not None, "open_mover comes first"
         return self._mover
 
-    def allowance(self, device: torch.device, budget: Account) -> Allowance | None:
+    def allowance(self, device: torch.device, budget: Account) -> FoundAllowance | None:
         """Return what finds the limit of a device's ``budget``; None if torch tells no figures."""
         usable_bytes = self.link.usable_bytes(device)
         if usable_bytes is None:
             return None
-        return Allowance(self.link, device, usable_bytes, budget=budget, recorder=self._recorder)
+        budget.advisory = True
+        return FoundAllowance(
+            Remainder(partial(self.link.allocated, device), budget),
+            usable_bytes,
+            account=budget,
+            recorder=self._recorder,
+            device=str(device),
+        )
 
     def make_sampler(self) -> CodecSampler:
         """Make what measures codecs on storages of the device."""
@@ -168,8 +175,3 @@ def _host_parts(config: OffloadConfig, *, staged: bool = True) -> dict[str, int]
         return {"staging": total}
     staging = min(round_down(total // 2, HUGE_PAGE_BYTES), MOST_STAGING_BYTES)
     return {"staging": staging, "host tier": total - staging}
-
-
-def physical_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

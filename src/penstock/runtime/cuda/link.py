@@ -11,12 +11,13 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
 from penstock.core import graph_captures
 from penstock.core.units import MIB
+from penstock.runtime.allowance import Allocated
 from penstock.runtime.cuda import pools
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
 from penstock.staging import bytes_of
@@ -34,16 +35,6 @@ PIECE_BYTES: Final = 32 * MIB
 """Long enough to be copied at full speed, and short enough to wait for."""
 _FIGURES: Final = ("mem_get_info", "memory_reserved", "memory_stats_as_nested_dict")
 """Functions of torch's module for a kind of device that tell of memory."""
-
-
-class Allocated(NamedTuple):
-    """Bytes that torch has allocated on a device."""
-
-    now: int
-    peak: int
-    """The most at any one time; the program may reset it."""
-    ever: int
-    """The sum of all allocations, what is freed again included."""
 
 
 class Link(Protocol):

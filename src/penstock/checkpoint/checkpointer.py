@@ -1,35 +1,41 @@
-"""A directory of checkpoints: the latest that is whole, so many kept, one writer."""
+"""A directory of checkpoints: the latest that is whole, so many kept, one writer.
+
+How often to save follows CheckFreq (Mohan, Phanishayee, Chidambaram; FAST 2021): the interval follows
+from the time of a step, the time for which a save blocks training, and the time that it writes.
+"""
 
 from __future__ import annotations
 
 import errno
+import math
 import operator
 import os
+import statistics
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from penstock.checkpoint.api import CheckpointStore, Saved
 from penstock.checkpoint.background import Saving, failure_told, steady_in
 from penstock.checkpoint.disk import Directory, leads_to, lock
 from penstock.checkpoint.frames import Encoder
-from penstock.checkpoint.hidden import (
+from penstock.checkpoint.listeners import is_wanted, listeners
+from penstock.checkpoint.listing import Info, info_of, listing, name_of_step, steps_in
+from penstock.checkpoint.staging import (
+    SPARE,
     check_only_ours,
     hidden_name_of,
     is_hidden,
     remove_leftovers,
+    retire,
 )
-from penstock.checkpoint.interval import Interval
-from penstock.checkpoint.listeners import is_wanted, listeners
-from penstock.checkpoint.listing import Info, info_of, listing, name_of_step, steps_in
-from penstock.checkpoint.parts import frozen_in, optimizers_in, tensors_in
-from penstock.checkpoint.prepared import Prepared
-from penstock.checkpoint.room import SaveBuffers
-from penstock.checkpoint.spare import SPARE, retire
-from penstock.checkpoint.store import CheckpointStore, Saved
-from penstock.checkpoint.streams import BUFFERS_BYTES
+from penstock.checkpoint.stateful import frozen_in, optimizers_in, tensors_in
+from penstock.checkpoint.streams import BUFFERS_BYTES, count_within
+from penstock.checkpoint.tensors import Prepared
 from penstock.checkpoint.values import Json
 from penstock.core.errors import (
     CheckpointError,
@@ -41,7 +47,101 @@ from penstock.core.errors import (
     TransferError,
 )
 from penstock.core.files import absolute_path
-from penstock.core.units import parse_bytes
+from penstock.core.units import MIB, format_bytes, parse_bytes
+
+_REMEMBERED: Final = 25
+"""Steps and saves of which the median counts."""
+
+
+class Interval:
+    """Steps between two saves. Not thread-safe.
+
+    Attributes:
+        steps: How many, now.
+    """
+
+    def __init__(
+        self, overhead: float, *, first_steps: int = 10, most_steps: int = 100_000
+    ) -> None:
+        """Begin without a measurement.
+
+        Args:
+            overhead: What saving may add to the time that training takes, as a fraction: 0.01 is 1 %.
+            first_steps: The interval until something was measured.
+            most_steps: The longest.
+
+        Raises:
+            ConfigError: An overhead that is not between 0 and 1, or no steps.
+        """
+        if not 0.0 < overhead < 1.0:
+            raise ConfigError(f"an overhead of {overhead} is not between 0 and 1; 0.01 is 1 %")
+        if not 1 <= first_steps <= most_steps:
+            raise ConfigError(f"intervals from {first_steps} to {most_steps} steps make no sense")
+        self.steps = first_steps
+        self._overhead = overhead
+        self._most = most_steps
+        self._step_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._stall_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._busy_s: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long, without what saving took of it."""
+        self._step_s.append(seconds)
+        self._tune()
+
+    def saved(self, *, stall_s: float, busy_s: float) -> None:
+        """A save held training up for so long, and was durable after so long."""
+        self._stall_s.append(stall_s)
+        self._busy_s.append(busy_s)
+        self._tune()
+
+    def _tune(self) -> None:
+        if not self._stall_s or not self._step_s:
+            return
+        step_s = max(statistics.median(self._step_s), 1e-9)
+        allowed = statistics.median(self._stall_s) / (self._overhead * step_s)
+        writing = statistics.median(self._busy_s) / step_s  # one save at a time
+        self.steps = min(self._most, max(1, math.ceil(allowed), math.ceil(writing)))
+
+
+_OWN_BYTES: Final = 6 * MIB
+"""Stacks of threads, the manifest, and what Python has of both: 2.6 MiB, of a state of 1.3 GB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveBuffers:
+    """The memory of one save, divided.
+
+    Attributes:
+        buffers_bytes: For blocks on their way.
+        copies_bytes: For copies of what is about to change.
+    """
+
+    buffers_bytes: int
+    copies_bytes: int
+
+    @classmethod
+    def within(cls, memory_bytes: int, block_bytes: int) -> SaveBuffers:
+        """Divide what there is: buffers as for any save, three quarters at most, at least three blocks.
+
+        More buffers would keep the device no busier, and copies spare the optimizer a wait.
+
+        Args:
+            memory_bytes: All that may be taken.
+            block_bytes: How long a block is.
+
+        Raises:
+            ConfigError: It is too little.
+        """
+        rest = memory_bytes - _OWN_BYTES
+        buffers = count_within(min(BUFFERS_BYTES, rest * 3 // 4), block_bytes) * block_bytes
+        if rest < buffers:
+            least = _OWN_BYTES + buffers
+            raise ConfigError(
+                f"memory={format_bytes(memory_bytes)} does not do for a save: it takes"
+                f" {format_bytes(least)} at least"
+            )
+        return cls(buffers_bytes=buffers, copies_bytes=rest - buffers)
 
 
 @dataclass(slots=True)

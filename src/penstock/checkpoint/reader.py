@@ -13,7 +13,7 @@ from typing import Final
 from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.frames import Decoding
 from penstock.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, blocks_of
-from penstock.checkpoint.moves import Region
+from penstock.checkpoint.regions import Region
 from penstock.checkpoint.streams import Buffers, Wanted, digest, empty, read_blocks
 from penstock.checkpoint.values import FormError
 from penstock.core.errors import (
@@ -113,7 +113,7 @@ class OpenCheckpoint:
             if not keep_open:
                 self._close_before(index)  # blocks come in order: nothing of those is on its way
             entry = self.manifest.files[index]
-            if digest(address, wanted.nbytes) != entry.sums[wanted.offset // size]:
+            if not entry.has(wanted.offset // size, digest(address, wanted.nbytes)):
                 raise self._damaged(wanted, _OTHERS.format("their checksum differs"), targets)
             end = wanted.offset + wanted.nbytes
             try:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.checkpoint.dtypes import DTYPES
 from penstock.checkpoint.manifest import TensorEntry
+from penstock.checkpoint.values import DTYPES
 from penstock.core.units import MIB, round_up
 from penstock.io.files import open_unlinked_buffered
 from penstock.io.mapping import PAGE_BYTES, Mapping

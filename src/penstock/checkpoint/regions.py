@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-from penstock.checkpoint.leaves import is_plain
 from penstock.core.units import KIB, MIB
 from penstock.staging import PIECE_BYTES, CopyStep, Staging, ready_event, staging_for
 
@@ -206,6 +205,16 @@ def await_devices(devices: Iterable[torch.device]) -> None:
     """
     for device in {each for each in devices if each.type == "cuda"}:
         torch.cuda.synchronize(device)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether its elements lie one after another in host memory, as they are."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def region_of(tensor: torch.Tensor) -> Region:

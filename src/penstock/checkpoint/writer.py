@@ -1,0 +1,570 @@
+"""Data files, written while their checksums are computed; blocks that the base has are not written.
+
+The header of a file with encoded tensors is known last: its blocks fill as bytes come, and the first of
+them is kept until then.
+
+[Note: unchanged blocks]
+    With a base, the blocks of a file are compared with those of the base's file of that name, by checksum
+    and length, before anything is written: 128 bits that match by accident are less likely than any fault
+    of the device. A file all of whose blocks agree is linked, not written. One that differs somewhere is
+    written whole; where the file system can share data between files (XFS, btrfs), only its blocks that
+    differ are. A linked file that is damaged later is damaged in all checkpoints that have it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+
+from penstock.checkpoint.disk import Directory, Disk
+from penstock.checkpoint.frames import ALIGNMENT_BYTES, Encoder
+from penstock.checkpoint.manifest import FRAME_BYTES, FileEntry, Manifest, TensorEntry, blocks_of
+from penstock.checkpoint.regions import Region
+from penstock.checkpoint.streams import BlockWrites, Buffers, Regions, digest, fill
+from penstock.checkpoint.tensors import FilePlan, Leaf, header_of
+from penstock.checkpoint.values import name_of
+from penstock.codec.base import HEADER_BYTES, Bytes
+from penstock.core.errors import CheckpointError, TransferError
+from penstock.core.threads import all_at_once
+from penstock.core.units import round_up
+from penstock.io.files import DirectFile, open_at
+from penstock.store.pool import Block
+from penstock.store.window import TransferWindow
+
+
+class FileSpan(NamedTuple):
+    """A stretch of a file, valid until the next one is made.
+
+    Attributes:
+        address: Its address in memory.
+        nbytes: Its length.
+        read_end: Bytes of the plain file before this are not read any more.
+    """
+
+    address: int
+    nbytes: int
+    read_end: int
+
+
+class EncodedBody:
+    """Content of a file with encoded tensors: its body, then its header, as lengths are known last.
+
+    Attributes:
+        header_bytes: Length of the header, whatever the lengths of the tensors.
+        most_bytes: Greatest length of the file.
+    """
+
+    def __init__(
+        self,
+        plan: FilePlan,
+        leaves: Sequence[Leaf],
+        regions: Sequence[tuple[int, Region]],
+        encoder: Encoder,
+    ) -> None:
+        """Encode nothing yet.
+
+        Args:
+            plan: The file as it would be without a codec.
+            leaves: All tensors of the state.
+            regions: Contents of that file, the header first.
+            encoder: Makes frames.
+        """
+        self._places: dict[int, tuple[int, int]] = {}
+        self._numbers = plan.leaves
+        self._leaves = [leaves[index] for index in plan.leaves]
+        by_place = dict(regions[1:])
+        self._regions: list[tuple[int, Region | None]] = []
+        offset = len(plan.header)
+        for leaf in self._leaves:
+            self._regions.append((offset, by_place[offset] if leaf.nbytes else None))
+            offset += leaf.nbytes
+        self._encoder = encoder
+        self._pays = [
+            region is not None and encoder.pays(region, name_of(leaf.tensor.dtype))
+            for leaf, (_, region) in zip(self._leaves, self._regions, strict=True)
+        ]
+        longest = {
+            leaf.name: _most_bytes(leaf.nbytes)
+            for leaf, pays in zip(self._leaves, self._pays, strict=True)
+            if pays
+        }
+        self.header_bytes = len(header_of(self._leaves, longest))
+        self.most_bytes = self.header_bytes + sum(
+            longest.get(leaf.name, leaf.nbytes) for leaf in self._leaves
+        )
+
+    def spans(self) -> Iterator[FileSpan]:
+        """Yield the body in order. Raises CheckpointError if a tensor was changed."""
+        offset = self.header_bytes
+        for index, number in enumerate(self._numbers):
+            begin = offset
+            start, region = self._regions[index]
+            if region is not None:
+                for memory, end in self._frames(index, region):
+                    offset += memory.size
+                    yield FileSpan(memory.ctypes.data, memory.size, start + end)
+            self._places[number] = begin, offset - begin if self._pays[index] else 0
+
+    def enter(self, entries: list[TensorEntry]) -> None:
+        """Set the places of its tensors in the entries of a manifest; call it after all spans."""
+        for number, (offset, stored) in self._places.items():
+            entry = replace(entries[number], offset_bytes=offset)
+            if stored:
+                entry = replace(entry, codec=self._encoder.name, stored_bytes=stored)
+            entries[number] = entry
+
+    def header(self) -> bytes:
+        """Return the header; call it after all spans."""
+        encoded = {
+            leaf.name: self._places[number][1]
+            for number, leaf in zip(self._numbers, self._leaves, strict=True)
+            if self._places[number][1]
+        }
+        return header_of(self._leaves, encoded, self.header_bytes)
+
+    def _frames(self, index: int, region: Region) -> Iterator[tuple[Bytes, int]]:
+        if self._pays[index]:
+            return self._encoder.frames(region, name_of(self._leaves[index].tensor.dtype))
+        return _pieces(region)
+
+
+def _most_bytes(nbytes: int) -> int:
+    return round_up(nbytes + HEADER_BYTES * -(-nbytes // FRAME_BYTES), ALIGNMENT_BYTES)
+
+
+def _pieces(region: Region) -> Iterator[tuple[Bytes, int]]:
+    """Yield a tensor's bytes as they are, piece by piece, and the end of each."""
+    memory = np.empty(min(FRAME_BYTES, region.nbytes), np.uint8)
+    for start in range(0, region.nbytes, FRAME_BYTES):
+        stop = min(start + FRAME_BYTES, region.nbytes)
+        region.copy_out(start, stop, memory.ctypes.data)
+        yield memory[: stop - start], stop
+
+
+class FileBlocks:
+    """Blocks of one file: their checksums are noted and compared with the base's, and they are written.
+
+    Attributes:
+        file: The file; None as long as blocks are only compared.
+        shares_base: Blocks that are as in the base are in the file already.
+        written_bytes: Bytes that were sent to the file.
+    """
+
+    def __init__(self, out: BlockWrites, name: str, base: FileEntry | None) -> None:
+        """Begin without a block.
+
+        Args:
+            out: Writes blocks, and has the memory for them.
+            name: Name of the file.
+            base: File of the base that the blocks are compared with.
+        """
+        self.file: DirectFile | None = None
+        self.shares_base = False
+        self.written_bytes = 0
+        self.block_bytes = out.buffers.block_bytes
+        self._out = out
+        self._name = name
+        self._base = base
+        self._sums: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        """Return the number of blocks with a checksum."""
+        return len(self._sums)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Checksums of all blocks, in order."""
+        return tuple(self._sums[index] for index in range(len(self._sums)))
+
+    def take(self) -> Block:
+        """Return a block to fill. Raises TransferError if an earlier one could not be written."""
+        return self._out.take_block()
+
+    def free(self, block: Block) -> None:
+        """Free a block that is not put."""
+        self._out.buffers.give(block)
+
+    def put(self, index: int, nbytes: int, block: Block, checksum: str) -> bool:
+        """Note a block's checksum, then write the block, or free it if the file has its bytes already.
+
+        Args:
+            index: Number of the block in the file.
+            nbytes: Length of the block.
+            block: Its memory, which is freed when it is written.
+            checksum: Its checksum.
+
+        Returns:
+            Whether the base has the same bytes there.
+
+        Raises:
+            CheckpointError: Its checksum was another one when it was compared.
+        """
+        is_same = self._base is not None and self._base.has(index, checksum)
+        if self._sums.setdefault(index, checksum) != checksum:
+            self.free(block)
+            raise CheckpointError(
+                f"a tensor in {self._name!r} was changed while it was saved; save between two steps, or"
+                " with wait=False and the optimizers that change it"
+            )
+        if self.file is None or (is_same and self.shares_base):
+            self.free(block)
+        else:
+            self.written_bytes += nbytes
+            self._out.send(self.file, index * self.block_bytes, nbytes, block)
+        return is_same
+
+
+class _StreamedBlocks(FileBlocks):
+    """Blocks that fill as bytes come. The first is kept until the header is known.
+
+    Attributes:
+        nbytes: Length of the file so far.
+        differs: A block is not as in the base.
+    """
+
+    def __init__(
+        self, out: BlockWrites, name: str, base: FileEntry | None, header_bytes: int
+    ) -> None:
+        """Begin behind the header, of ``header_bytes``."""
+        super().__init__(out, name, base)
+        self.nbytes = header_bytes
+        self.differs = False
+        self._first = header_bytes // self.block_bytes
+        self._block: Block | None = None
+        self._kept: Block | None = None
+
+    def append(self, address: int, nbytes: int) -> None:
+        """Add bytes. Raises TransferError."""
+        while nbytes:
+            if self._block is None:
+                self._block = self.take()
+            at = self.nbytes % self.block_bytes
+            count = min(nbytes, self.block_bytes - at)
+            ctypes.memmove(self._block.address + at, address, count)
+            self.nbytes += count
+            address += count
+            nbytes -= count
+            if self.nbytes % self.block_bytes == 0:
+                self._end_block()
+
+    def end(self, header: bytes) -> None:
+        """Add the last block, and those with the header."""
+        if self._block is not None:
+            self._end_block()
+        for index, begin in enumerate(range(0, len(header), self.block_bytes)):
+            part = header[begin : begin + self.block_bytes]
+            block = None
+            if index == self._first:
+                block, self._kept = self._kept, None
+            if block is None:
+                block = self.take()
+            ctypes.memmove(block.address, part, len(part))
+            self._put(index, block)
+        block, self._kept = self._kept, None
+        if block is not None:  # the header ends where a block does
+            self._put(self._first, block)
+
+    def close(self) -> None:
+        """Free the memory of blocks that were not put. Idempotent."""
+        for block in (self._block, self._kept):
+            if block is not None:
+                self.free(block)
+        self._block = self._kept = None
+
+    def _end_block(self) -> None:
+        block, self._block = self._block, None
+        assert block is not None
+        index = (self.nbytes - 1) // self.block_bytes
+        if index == self._first:
+            self._kept = block
+        else:
+            self._put(index, block)
+
+    def _put(self, index: int, block: Block) -> None:
+        nbytes = min(self.block_bytes, self.nbytes - index * self.block_bytes)
+        self.differs |= not self.put(index, nbytes, block, digest(block.address, nbytes))
+
+
+def agrees(body: EncodedBody, out: BlockWrites, known: FileEntry) -> bool:
+    """Return whether a file with encoded tensors is known, by its checksums; nothing is written.
+
+    Args:
+        body: Content of the file.
+        out: Has the memory for blocks.
+        known: The known file.
+    """
+    blocks = _StreamedBlocks(out, known.name, known, body.header_bytes)
+    try:
+        for span in body.spans():
+            blocks.append(span.address, span.nbytes)
+            if blocks.differs:
+                return False
+        blocks.end(body.header())
+    finally:
+        blocks.close()
+    return (blocks.nbytes, blocks.sums) == (known.nbytes, known.sums)
+
+
+_MOST_OPEN: Final = 64
+"""Most files that are open. All are synced at the end, as a journal is written once then."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Base:
+    """An earlier checkpoint, whose unchanged files are kept.
+
+    Attributes:
+        directory: Its directory.
+        manifest: Its manifest.
+    """
+
+    directory: Directory
+    manifest: Manifest
+
+    def entry(self, name: str) -> FileEntry | None:
+        """Return the entry of that name, if there is one."""
+        return next((each for each in self.manifest.files if each.name == name), None)
+
+    def file(self, name: str) -> DirectFile | None:
+        """Open its file of that name; return None if that is not possible."""
+        try:
+            return open_at(self.directory.fd, name, "r", path=self.directory.join(name))
+        except TransferError:
+            return None
+
+
+class Watcher(Protocol):
+    """Observer of writes: it may change their priority, and learns which bytes may change now."""
+
+    def begins(self, window: TransferWindow[Any]) -> None:
+        """Note that writes go through a window from now on."""
+
+    def released(self, file: int, end: int) -> None:
+        """Note that the bytes before ``end`` of a file, by its number, are not read any more."""
+
+
+class _NoWatcher:
+    def begins(self, window: TransferWindow[Any]) -> None:
+        pass
+
+    def released(self, file: int, end: int) -> None:
+        pass
+
+
+class FilesWriter:
+    """Writes data files into a directory. Not thread-safe; ``abandon`` it if anything raises.
+
+    Attributes:
+        entries: Entries of the files, complete after ``finish``.
+        written_bytes: Bytes that went to the device.
+        reused_bytes: Those of them that went to space of a retired checkpoint.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        directory: Directory,
+        buffers: Buffers,
+        *,
+        base: Base | None = None,
+        watcher: Watcher | None = None,
+        spare: Collection[str] = (),
+    ) -> None:
+        """Begin with no file.
+
+        Args:
+            disk: Changes the directory.
+            directory: The directory.
+            buffers: Memory for blocks, which have the length of the checkpoint's blocks.
+            base: An earlier checkpoint.
+            watcher: Observer of the writes.
+            spare: Names of files in the directory that may be overwritten.
+        """
+        self.entries: list[FileEntry] = []
+        self.written_bytes = self.reused_bytes = 0
+        self._spare = frozenset(spare)
+        self._reused = set[str]()
+        self._disk = disk
+        self._directory = directory
+        self._out = BlockWrites(buffers)
+        self._base = base
+        self._watcher: Watcher = _NoWatcher() if watcher is None else watcher
+        self._watcher.begins(self._out)
+        self._open: list[_OpenFile] = []
+        self._early: dict[str, DirectFile] = {}
+
+    def expect(self, name: str, nbytes: int) -> None:
+        """Create a file early, while nothing is in flight: a journal is slow beside many writes.
+
+        Raises TransferError, or NoSpaceError.
+        """
+        if self._base is None and len(self._early) < _MOST_OPEN:
+            self._early[name] = self._create(name, nbytes)
+
+    def add(self, name: str, nbytes: int, regions: Regions) -> FileEntry:
+        """Write a file; it is on the device only after ``finish``.
+
+        Args:
+            name: Name of the file.
+            nbytes: Its length.
+            regions: Its contents, without a gap.
+
+        Raises:
+            TransferError: It cannot be created or written.
+            CheckpointError: A tensor was changed meanwhile.
+        """
+        base = self._base_entry(name)
+        if base is not None and base.nbytes != nbytes:
+            base = None
+        blocks = FileBlocks(self._out, name, base)
+        number = len(self.entries)
+        if base is None:
+            blocks.file = self.make(name, nbytes)
+        starts = [start for start, _ in regions]
+
+        def put(index: int) -> bool:
+            begin = index * blocks.block_bytes
+            end = min(begin + blocks.block_bytes, nbytes)
+            block = blocks.take()
+            try:
+                checksum = fill(regions, starts, begin, end, block.address)
+            except BaseException:
+                blocks.free(block)
+                raise
+            return blocks.put(index, end - begin, block, checksum)
+
+        def make(compared: int) -> None:
+            """Make the file, and write the blocks that were compared, unless it shares them."""
+            blocks.file = self.make(name, nbytes)
+            blocks.shares_base = self._clone(name, nbytes, blocks.file)
+            for index in () if blocks.shares_base else range(compared):
+                put(index)
+
+        for index, begin in enumerate(blocks_of(nbytes, blocks.block_bytes)):
+            if not put(index) and blocks.file is None:
+                make(index)
+                put(index)
+            if blocks.file is not None:
+                self._watcher.released(number, min(begin + blocks.block_bytes, nbytes))
+        if blocks.file is None and not self.link(name, nbytes):
+            make(len(blocks))
+        self._watcher.released(number, nbytes)
+        return self._added(FileEntry(name=name, nbytes=nbytes, sums=blocks.sums), blocks)
+
+    def add_encoded(self, name: str, plain_bytes: int, body: EncodedBody) -> FileEntry:
+        """Write a file with encoded tensors, as ``add``.
+
+        Args:
+            name: Name of the file.
+            plain_bytes: Its length without a codec.
+            body: Its content.
+        """
+        base, number = self._base_entry(name), len(self.entries)
+        if base is not None and agrees(body, self._out, base) and self.link(name, base.nbytes):
+            self._watcher.released(number, plain_bytes)
+            return self._added(base)
+        blocks = _StreamedBlocks(self._out, name, None, body.header_bytes)
+        blocks.file = self.make(name, body.most_bytes)
+        try:
+            for span in body.spans():
+                blocks.append(span.address, span.nbytes)
+                self._watcher.released(number, span.read_end)
+            blocks.end(body.header())
+        finally:
+            blocks.close()
+        self._open[-1].nbytes = blocks.nbytes
+        self._watcher.released(number, plain_bytes)
+        entry = FileEntry(name=name, nbytes=blocks.nbytes, sums=blocks.sums)
+        return self._added(entry, blocks)
+
+    def make(self, name: str, nbytes: int) -> DirectFile:
+        """Return a new file, a spare one, or the one that was created early. Raises TransferError."""
+        early = self._early.pop(name, None)
+        file = self._create(name, nbytes) if early is None else early
+        self._open.append(_OpenFile(file, nbytes))
+        return file
+
+    def link(self, name: str, nbytes: int) -> bool:
+        """Link the base's file of that name and length; return False if that is not possible."""
+        assert self._base is not None
+        source = self._base.file(name)
+        if source is None:
+            return False
+        is_whole = source.size_bytes == nbytes
+        source.close()
+        return is_whole and self._disk.link(self._base.directory, self._directory, name)
+
+    def finish(self, also: Callable[[], None] | None = None) -> None:
+        """Wait until all files are on the device. Raises TransferError.
+
+        Args:
+            also: Another wait, which runs beside those for the files, in a thread of its own: a journal
+                and a device's cache are then flushed once, and not for each.
+        """
+        self._out.finish()
+        waits: list[Callable[[], None]] = [
+            partial(self._disk.finish, each.file, each.nbytes) for each in self._open
+        ]
+        if also is not None:
+            waits.append(also)
+        all_at_once("penstock-sync", waits)
+        while self._open:
+            self._open.pop().file.close()
+
+    def abandon(self) -> None:
+        """Cancel what is in flight and close all files, whatever is in them. Idempotent."""
+        self._out.cancel()
+        while self._open:
+            self._open.pop().file.close()
+        while self._early:
+            self._early.popitem()[1].close()
+
+    def _base_entry(self, name: str) -> FileEntry | None:
+        return None if self._base is None else self._base.entry(name)
+
+    def _create(self, name: str, nbytes: int) -> DirectFile:
+        file = self._disk.reuse(self._directory, name, nbytes) if name in self._spare else None
+        if file is None:
+            return self._disk.create(self._directory, name, nbytes)
+        self._reused.add(name)
+        return file
+
+    def _clone(self, name: str, nbytes: int, file: DirectFile) -> bool:
+        """Share the data of the base's file with a file; return False where that is not possible."""
+        source = None if self._base is None else self._base.file(name)
+        if source is None:
+            return False
+        try:
+            return source.size_bytes == nbytes and self._disk.clone(source, file)
+        finally:
+            source.close()
+
+    def _added(self, entry: FileEntry, blocks: FileBlocks | None = None) -> FileEntry:
+        self.entries.append(entry)
+        if blocks is not None:
+            self.written_bytes += blocks.written_bytes
+        if entry.name in self._reused:
+            self.reused_bytes += entry.nbytes
+        while len(self._open) > _MOST_OPEN:
+            self._finish_oldest()
+        return entry
+
+    def _finish_oldest(self) -> None:
+        oldest = self._open[0]
+        self._out.finish()
+        self._disk.finish(oldest.file, oldest.nbytes)
+        oldest.file.close()
+        self._open.pop(0)
+
+
+@dataclass(slots=True, eq=False)
+class _OpenFile:
+    """A file that is being written, and its length when all its blocks are written."""
+
+    file: DirectFile
+    nbytes: int

@@ -1,0 +1,303 @@
+"""Limits that are found: what the rest of a memory leaves to an account.
+
+[Note: what is left]
+    Weights, gradients, optimizer states, and what operators take while they run share a memory with what
+    Penstock holds. The limit for that is
+
+        usable - other - reserve
+
+    On a device it is the limit of saved tensors. *Usable* is what PyTorch could have allocated when the
+    session was opened: what the driver had free, and what PyTorch's allocator had reserved already; less,
+    if the program has limited that. In host memory it is the limit of all that Penstock holds, if the
+    user has limited the process (``memory="auto"``, or a share); see ``core.memory.usable_memory``.
+    *Other* is the most that was allocated at any one time beside what is charged to the account. The
+    *reserve* is a part of what is usable, for what the allocator cannot use because it lies between other
+    blocks.
+
+    1. When the session is opened, other is what is allocated then, and what the step will take is not
+       known. So half of what is left is the limit of saved tensors, until the first pass is over.
+    2. In an observed pass other is measured at each of its moments: what is allocated, less what is
+       charged. What was allocated and freed again between two of them, as the workspace of an
+       operator, shows in the memory's own peak, if that has risen. If it was higher before (and it
+       is never reset, for it is the program's), the sum of all that was allocated since the moment
+       before is taken for allocated at once, up to that peak.
+    3. An optimizer makes its states in its first step, when the plan has been made. So at the end of
+       each step, what is allocated beside what is charged is compared with the same at the end of the
+       observed pass; what it has grown by is other as well.
+
+    Other never falls, or plans would change to and fro. What was high once (algorithms that were tried
+    for ``torch.backends.cudnn.benchmark``) stays so, and a limit is then better given. A limit of saved
+    tensors that was found is an estimate: it is exceeded rather than that anything fails for it
+    (``Account.advisory``).
+
+[Note: who yields]
+    Where saved tensors are in host memory, they share one limit with all else that Penstock holds there:
+    buffers of optimizers, checkpoints, loaders. Those are of fixed size and cannot be moved, so they are
+    served first, and saved tensors have what they leave, since more of these can be offloaded. Plans are
+    made for the limit less the most that others held in an observed pass or at the end of a step. If
+    others need more within a step, saved tensors are evicted for them at once. Only if that is not
+    enough does a product raise BudgetError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple, Protocol
+
+from penstock.core.units import MIB, format_bytes
+from penstock.observe.recorder import Recorder
+from penstock.store.account import Account
+
+RESERVE_SHARE: Final = 16
+"""Divisor of usable memory: that part is left free."""
+NOTABLE_SHARE: Final = 32
+"""Divisor of a limit: a smaller change is not followed."""
+LEAST_SHARE_BYTES: Final = MIB
+"""Limit of saved tensors that share an account in which nothing is left."""
+LIMIT: Final = "device_limit"
+"""Mark of a limit of a device that was found, with what it was found from."""
+HOST: Final = "host"
+"""Name of the process's memory."""
+HOST_LIMIT: Final = "host_limit"
+"""Mark of a limit of Penstock's host memory that was found, with what it was found from."""
+
+
+class Allocated(NamedTuple):
+    """Bytes that are allocated in a memory."""
+
+    now: int
+    peak: int
+    """Most at any one time; the program may reset it."""
+    ever: int
+    """Sum of all allocations, of freed memory too; ``now`` if it is not known."""
+
+
+class Allowance(Protocol):
+    """Finds the limit of an account of saved tensors."""
+
+    def look(self) -> None:
+        """Measure at this moment of an observed pass."""
+
+    def settle(self) -> int:
+        """Return the limit in bytes, after an observed pass."""
+
+    def grown(self) -> int | None:
+        """Return another limit, after a step, if notably less is left than before."""
+
+
+class Remainder:
+    """Most that a memory holds beside what is charged to an account.
+
+    Attributes:
+        other_bytes: Most bytes beside the account at any one time.
+        peak_bytes: Most bytes at any one time, the account's included.
+    """
+
+    def __init__(self, measure: Callable[[], Allocated], account: Account) -> None:
+        """Measure for the first time."""
+        self._measure = measure
+        self._account = account
+        self._last = measure()
+        self.peak_bytes = self._last.now
+        self.other_bytes = self._last.now - account.used_bytes
+        self._base_bytes: int | None = None
+        """Other bytes at the end of the last observed pass; ``None`` before the first."""
+        self._held_bytes: int | None = None
+        """Bytes charged at the last moment of the pass that is being observed."""
+
+    def look(self) -> None:
+        """Measure at this moment of an observed pass."""
+        last, now = self._last, self._measure()
+        held = self._account.used_bytes
+        top = now.now
+        if self._held_bytes is None:  # the first moment: what was before is not the pass's
+            most = top - held
+        else:
+            at_once = last.now + now.ever - last.ever
+            top = now.peak if now.peak > last.peak else min(at_once, max(now.peak, last.peak))
+            most = top - min(held, self._held_bytes)
+        self.peak_bytes = max(self.peak_bytes, top)
+        self.other_bytes = max(self.other_bytes, most)
+        self._last, self._held_bytes = now, held
+
+    @property
+    def is_settled(self) -> bool:
+        """True once an observed pass has ended."""
+        return self._base_bytes is not None
+
+    def end_pass(self) -> None:
+        """End an observed pass."""
+        self._held_bytes = None
+        self._base_bytes = self._now()
+
+    def end_step(self, notable_bytes: int = 0) -> bool:
+        """Add what has been allocated since the observed pass; return False if that is not notable."""
+        if self._base_bytes is None:
+            return False
+        now = self._now()
+        growth = now - self._base_bytes
+        if growth <= notable_bytes:
+            return False
+        self._base_bytes = now
+        self.other_bytes += growth
+        return True
+
+    def _now(self) -> int:
+        now = self._measure().now
+        self.peak_bytes = max(self.peak_bytes, now)
+        return now - self._account.used_bytes
+
+
+class FoundAllowance:
+    """Finds a limit from what is usable of a memory. See [Note: what is left].
+
+    Attributes:
+        usable_bytes: Bytes that the program and Penstock may use together.
+        other_bytes: Most bytes that the program has used beside the account.
+        limit_bytes: Bytes that are left.
+    """
+
+    def __init__(
+        self,
+        remainder: Remainder,
+        usable_bytes: int,
+        *,
+        account: Account,
+        recorder: Recorder,
+        device: str,
+        parts: int = 2,
+    ) -> None:
+        """Limit ``account`` to one of several equal parts of what is left now.
+
+        Args:
+            remainder: Measures what is beside the account.
+            usable_bytes: Bytes that may be used in all.
+            account: Nothing, or little, is charged to it yet.
+            recorder: Gets a mark for each limit.
+            device: Name of the memory, for the mark: ``"cuda:0"``, or ``HOST``.
+            parts: Two if the step may take as much beside the account.
+        """
+        self._remainder = remainder
+        self.usable_bytes = usable_bytes
+        self._account = account
+        self._recorder = recorder
+        self._device = device
+        account.limit_bytes = self._found(parts)
+
+    def look(self) -> None:
+        """Measure at this moment of an observed pass."""
+        self._remainder.look()
+
+    def settle(self) -> int:
+        """Return the limit in bytes, after an observed pass."""
+        self._remainder.end_pass()
+        return self._found()
+
+    def grown(self) -> int | None:
+        """Return another limit, after a step, if the program holds notably more than before."""
+        before = self._account.limit_bytes
+        grew = self._remainder.end_step(before // NOTABLE_SHARE)
+        return (
+            self._found() if grew or before - self.limit_bytes > before // NOTABLE_SHARE else None
+        )
+
+    def __str__(self) -> str:
+        if self._device == HOST:
+            return (
+                f"of the {format_bytes(self.usable_bytes)} that this process may use, a step takes up to"
+                f" {format_bytes(self.other_bytes)} beside what Penstock holds,"
+                f" {format_bytes(self.reserve_bytes)} are left free, and the other"
+                f" {format_bytes(self.limit_bytes)} are for Penstock"
+            )
+        return (
+            f"no device_memory was given: of the {format_bytes(self.usable_bytes)} that PyTorch can use"
+            f" on {self._device}, a step takes up to {format_bytes(self.other_bytes)} beside saved"
+            f" tensors, {format_bytes(self.reserve_bytes)} are left free, and the other"
+            f" {format_bytes(self.limit_bytes)} are the budget"
+        )
+
+    @property
+    def other_bytes(self) -> int:
+        """Most bytes that the program has used beside the account."""
+        return self._remainder.other_bytes
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Bytes that are left free."""
+        return self.usable_bytes // RESERVE_SHARE
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes that are left for the account."""
+        return max(1, self.usable_bytes - self.other_bytes - self.reserve_bytes)
+
+    def _found(self, parts: int = 1) -> int:
+        """Return the limit, or one of several equal parts of it, and record it."""
+        limit_bytes = max(1, self.limit_bytes // parts)
+        self._recorder.mark(
+            HOST_LIMIT if self._device == HOST else LIMIT,
+            device=self._device,
+            limit_bytes=limit_bytes,
+            usable_bytes=self.usable_bytes,
+            other_bytes=self.other_bytes,
+        )
+        return limit_bytes
+
+
+class SharedAllowance:
+    """Limits saved tensors to what other owners of the same account leave. See [Note: who yields]."""
+
+    def __init__(
+        self,
+        account: Account,
+        *,
+        limit_bytes: int,
+        reserved_bytes: int = 0,
+        process: FoundAllowance | None = None,
+    ) -> None:
+        """Limit ``account`` to what is left now, or half of it if the parent's limit was found.
+
+        Args:
+            account: Account of saved tensors; its parent has the limit that all share.
+            limit_bytes: Limit of saved tensors alone.
+            reserved_bytes: Bytes that others will take.
+            process: Finds the parent's limit; None: it is given.
+        """
+        assert account.parent is not None
+        self._is_settled = False
+        self._account, self._parent = account, account.parent
+        self._own_limit_bytes = limit_bytes
+        self._process = process
+        self._other_bytes = max(reserved_bytes, self._beside())
+        account.limit_bytes = self._left()
+        if process is not None:
+            half = max(LEAST_SHARE_BYTES, (account.parent.limit_bytes - self._other_bytes) // 2)
+            account.limit_bytes = min(limit_bytes, half)
+        account.advisory = process is not None
+
+    def look(self) -> None:
+        """Measure at this moment of an observed pass."""
+        self._other_bytes = max(self._other_bytes, self._beside())
+
+    def settle(self) -> int:
+        """Return the limit in bytes, after an observed pass."""
+        if self._process is not None:
+            self._parent.limit_bytes = self._process.settle()
+        self._is_settled = True
+        return self._left()
+
+    def grown(self) -> int | None:
+        """Return another limit, after a step, if notably less is left than before."""
+        self.look()
+        left, before = self._left(), self._account.limit_bytes
+        if self._is_settled and before - left <= before // NOTABLE_SHARE:
+            return None
+        self._is_settled = True  # without an observed pass, as under a user plan
+        return left
+
+    def _beside(self) -> int:
+        return self._parent.used_bytes - self._account.used_bytes
+
+    def _left(self) -> int:
+        left = max(LEAST_SHARE_BYTES, self._parent.limit_bytes - self._other_bytes)
+        return min(self._own_limit_bytes, left)
