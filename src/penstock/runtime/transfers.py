@@ -15,7 +15,7 @@ from penstock.core.units import format_bytes
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.active_orders import ActiveOrders
-from penstock.runtime.movers import Mover
+from penstock.runtime.movers import Mover, Transport
 from penstock.runtime.storage import Encoding, Residency, SavedStorage, TensorRef
 from penstock.runtime.table import StorageTable, is_edited, is_settled
 from penstock.store.base import Tier
@@ -34,6 +34,7 @@ class Transfers:
         write_ns_per_byte: How long the last writes took from their beginning to their end.
         reading: Reads under way.
         restored: Storages in the state RESTORED.
+        transport: Writes, reads and discards: the mover, or the encoding stage in front of it.
         failed: Whether a tier has refused or lost a write.
         closed: Whether the session is closed: nothing moves any more.
     """
@@ -60,6 +61,7 @@ class Transfers:
         self.closed = False
         self.tiers = tiers
         self.mover = mover
+        self.transport: Transport = mover
         self._active = active
         self._recorder = recorder
 
@@ -109,7 +111,7 @@ class Transfers:
         start_ns = self._recorder.clock.now_ns()
         for place, tier in enumerate(order, start=1):
             try:
-                ticket = self.mover.write(storage, tier, saved.label, saved.encoding)
+                ticket = self.transport.write(storage, tier, saved.label, saved.encoding)
             except TransferError as error:  # full, most often; or the file cannot even be made
                 full = isinstance(error, NoSpaceError)
                 self._note_failure(f"spill.full.{tier.spec.name}", saved, error)
@@ -207,7 +209,7 @@ class Transfers:
                     self.table.drop_source(saved)
                 self._over(saved)  # else it was needed meanwhile: it stays, a later spill is free
         if ticket is not None:
-            self.mover.discard(saved.tier, ticket)
+            self.transport.discard(saved.tier, ticket)
         if isinstance(error, OSError):
             self._note_failure(f"spill.failed.{saved.tier.spec.name}", saved, error)
         elif changed:
@@ -271,7 +273,7 @@ class Transfers:
             ours = saved.state is Residency.SPILLED
             if ours:
                 try:
-                    transfer = self.mover.read(saved.tier, ticket, target, priority)
+                    transfer = self.transport.read(saved.tier, ticket, target, priority)
                 except BaseException:
                     self.mover.drop(target)
                     raise
@@ -340,7 +342,7 @@ class Transfers:
             ticket.written.cancel()
         elif saved.ticket is ticket:
             saved.ticket = None
-            self.mover.discard(saved.tier, ticket)
+            self.transport.discard(saved.tier, ticket)
 
     # -- trouble ----------------------------------------------------------------------------------
 
