@@ -83,7 +83,7 @@ def test_what_should_exist_once_does_not_become_more(survey, trees):
 
 @pytest.mark.parametrize(
     ("trip", "files", "hand_overs"),
-    [("activation", 32, 50), ("record", 30, 42), ("checkpoint", 31, 58)],
+    [("activation", 32, 50), ("record", 30, 42), ("checkpoint", 25, 46)],
 )
 def test_a_datums_way_does_not_become_longer(trip, files, hand_overs):
     trips = script("trips")

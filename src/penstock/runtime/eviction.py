@@ -255,7 +255,7 @@ class Eviction:
     def _last_first(self, of_pass: Pass, others: Iterable[SavedStorage]) -> Iterator[SavedStorage]:
         """The pass's storages, the one needed last first; then those of other passes."""
         yield from of_pass.needed_last()
-        yield from tuple(others)
+        yield from list(others)  # not a tuple, during whose allocation finalizers may run
 
     def _evict(self, saved: SavedStorage) -> None:
         self._recorder.count("evicted")

@@ -247,24 +247,32 @@ class Executor:
         return saved
 
     def _count(self, storage: torch.UntypedStorage, nbytes: int) -> SavedStorage:
-        """Count a storage that stays; once, however many handles it gets."""
+        """Count a storage that stays; once, however many handles it gets.
+
+        Without the lock; see [Note: the runtime's lock].
+        """
         table, cdata = self._table, storage._cdata
-        with self._lock:
-            small = table.entries.get(cdata)
-            if small is not None and small.state is _SMALL and small.source() is storage:
-                small.handles += 1
-                return small
-            current = self._pass
-            if current.end_ns is not None or (current.saved_count and current.abandoned):
+        small = table.entries.get(cdata)
+        if (
+            small is not None
+            and small.source() is storage
+            and small.state is _SMALL
+            and small.handles
+        ):
+            small.handles += 1
+            return small
+        current = self._pass
+        if current.end_ns is not None or (current.saved_count and current.abandoned):
+            with self._lock:
                 current = self._current_pass()
-            small = SavedStorage(_SMALL, cdata, nbytes, TensorRef(storage), current)
-            table.entries[cdata] = small
-            current.small_count += 1
-            held = table.small_bytes = table.small_bytes + nbytes
-            current.small_bytes = max(current.small_bytes, held)
-            missing = held - table.small_taken_bytes
-        if missing > 0:
-            self._charge_small(small, missing)
+        small = SavedStorage(_SMALL, cdata, nbytes, TensorRef(storage), current)
+        table.entries[cdata] = small
+        current.small_count += 1
+        held = table.small_bytes = table.small_bytes + nbytes
+        if held > current.small_bytes:  # noqa: PLR1730  (hot: a call costs)
+            current.small_bytes = held
+        if held > table.small_taken_bytes:
+            self._charge_small(small, held - table.small_taken_bytes)
         return small
 
     def _charge_small(self, small: SavedStorage, missing: int) -> None:
@@ -276,11 +284,10 @@ class Executor:
             try:
                 self._eviction.take(nbytes, SMALL, name=name, of_pass=small.of_pass, saved=None)
             except BaseException:
-                with self._lock:
-                    table.end_small(small)
+                small.handles = 0
+                table.end_small(small)
                 raise
-        with self._lock:
-            table.small_taken_bytes += nbytes
+        table.small_taken_bytes += nbytes
 
     def _share(
         self,
@@ -566,14 +573,22 @@ class Executor:
     # -- handles ----------------------------------------------------------------------------------
 
     def release(self, saved: SavedStorage, unpacked: bool) -> None:
-        """Release a handle that has died, unpacked or not. Never waits. Call it through ``locks.defer``.
+        """Release a handle that has died, unpacked or not. Never waits.
 
-        There the finalizers of this thread wait in any case, so the bare lock is enough.
+        Call it through ``locks.defer``: there the finalizers of this thread wait in any case, so the bare
+        lock is enough. A SMALL storage takes no lock, so its handle may call this directly.
         """
         if self._guard.in_child:  # the holders of locks do not exist in a forked child
             return
         table, ticket = self._table, None
-        with self._lock.bare:
+        if saved.state is _SMALL:
+            saved.handles -= 1
+            if not saved.handles:
+                table.end_small(saved)
+            return
+        bare = self._lock.bare
+        bare.acquire()  # a `with` statement costs twice as much
+        try:
             saved.handles -= 1
             state = saved.state
             if state is _KEPT:
@@ -588,10 +603,6 @@ class Executor:
                     saved.state = Residency.DEAD
                     table.free(saved.nbytes)
                 return
-            if state is _SMALL:
-                if not saved.handles:
-                    table.end_small(saved)
-                return
             if not unpacked:
                 saved.pending -= 1
             if saved.handles > 0:
@@ -600,6 +611,8 @@ class Executor:
                 return
             table.forget(saved)
             ticket = self._transfers.bury(saved)
+        finally:
+            bare.release()
         if ticket is not None:
             self._transfers.discard(saved, ticket)
         saved.remake = None  # and its handle to the input of that

@@ -79,13 +79,13 @@ class TierState:
     """How full a tier is."""
 
     name: str
-    """As in plans: ``"flash"``, ``"host"``."""
+    """Name, as in plans, such as ``"flash"`` or ``"host"``."""
     capacity_bytes: int
     """Most bytes that it may hold."""
     held_bytes: int
     """Bytes that it holds, or that are on their way in."""
     taken_bytes: int
-    """Bytes of the capacity in use: the same in whole units."""
+    """Bytes of the capacity in use, in whole units of the tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
