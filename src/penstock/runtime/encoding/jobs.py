@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -10,12 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from penstock.codec.base import Bytes, Codec
+from penstock.codec.base import Codec
 from penstock.core.errors import CodecError, ConfigError
 from penstock.io.engine import Priority, Transfer
+from penstock.io.mapping import memory_at
 from penstock.observe.recorder import Recorder, Stage
 from penstock.runtime.encoding.scratch import Slot
 from penstock.runtime.storage import Encoding
@@ -227,8 +226,3 @@ class ReadJob(CodecJob):
     def let_go(self) -> None:
         """Drop the target."""
         self._target = None
-
-
-def memory_at(address: int, nbytes: int) -> Bytes:
-    """Live memory as an array that does not keep it alive."""
-    return np.frombuffer(memoryview((ctypes.c_ubyte * nbytes).from_address(address)), np.uint8)
