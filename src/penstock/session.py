@@ -348,7 +348,7 @@ class Session:
         assert self._stores is not None
         scratch_bytes = self._stores.open_codecs(self.budget, self.budget.limit_bytes)
         if scratch_bytes:
-            self.executor.use_mover(self._stores.mover)
+            self.executor.use_transport(self._stores.transport)
         return scratch_bytes
 
     def _attach(self) -> None:

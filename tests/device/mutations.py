@@ -62,7 +62,7 @@ FILES = (
     "runtime/recompute.py",
     "runtime/transfers.py",
     "runtime/encoding/jobs.py",
-    "runtime/encoding/mover.py",
+    "runtime/encoding/stage.py",
     "runtime/encoding/worker.py",
     "hooks/recompute.py",
     "hooks/saved_tensors.py",
@@ -161,7 +161,7 @@ EARLY = {
         },
     },
     "runtime/cuda/encoding.py": {
-        ("DeviceEncodingMover._begin", "a source is encoded before it is complete"): {
+        ("DeviceEncodingStage._begin", "a source is encoded before it is complete"): {
             "self.inner.fence(storage, job.ticket.label, partial(self._complete, job))": (
                 "self._complete(job, None)"
             )

@@ -23,7 +23,7 @@ from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.eviction import Eviction
 from penstock.runtime.inspection import DeviceState, held_slots
-from penstock.runtime.movers import RESTORED, Mover, StreamOrder
+from penstock.runtime.movers import RESTORED, Mover, StreamOrder, Transport
 from penstock.runtime.orders import Orders, PassRecord
 from penstock.runtime.recompute import Recomputer
 from penstock.runtime.sampling import POSITIVE, CodecSampler, Sampler
@@ -738,11 +738,11 @@ class Executor:
         """Wait for all that moves, where a device that runs behind has a part in it."""
         if self._mover.runs_behind:
             self._transfers.drain()
-            self._mover.drain()
+            self._transfers.transport.drain()
 
-    def use_mover(self, mover: Mover) -> None:
-        """Move by ``mover`` from now on; it understands the tickets of the previous one."""
-        self._mover = self._transfers.mover = mover
+    def use_transport(self, transport: Transport) -> None:
+        """Write and read through ``transport`` from now on. It reads the mover's tickets, too."""
+        self._transfers.transport = transport
 
     def close(self) -> None:
         """Save nothing more. A live graph keeps those of its storages that are in memory."""

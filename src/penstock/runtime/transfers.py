@@ -22,7 +22,7 @@ from penstock.core.units import format_bytes
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.active_orders import ActiveOrders
-from penstock.runtime.movers import Mover
+from penstock.runtime.movers import Mover, Transport
 from penstock.runtime.storage import Encoding, Residency, SavedStorage, TensorRef
 from penstock.runtime.table import StorageTable, in_memory, is_edited, is_settled
 from penstock.store.base import Tier
@@ -44,6 +44,7 @@ class Transfers:
         write_ns_per_byte: Running mean of the time from the beginning of a write to its end.
         reading: Reads under way.
         restored: Storages in the state RESTORED.
+        transport: Writes, reads and discards: the mover, or the encoding stage in front of it.
         failed: True once a tier has refused or lost a write.
         closed: True once the session is closed: nothing moves any more.
     """
@@ -70,6 +71,7 @@ class Transfers:
         self.closed = False
         self.tiers = tiers
         self.mover = mover
+        self.transport: Transport = mover
         self._active = active
         self._recorder = recorder
 
@@ -130,7 +132,7 @@ class Transfers:
             tier, *tiers = tiers
             start_ns = self._recorder.clock.now_ns()
             try:
-                ticket = self.mover.write(storage, tier, saved.label, encoding=saved.encoding)
+                ticket = self.transport.write(storage, tier, saved.label, saved.encoding)
             except TransferError as error:  # full, most often; or the file cannot even be made
                 full = isinstance(error, NoSpaceError)
                 self._note_failure(f"spill.full.{tier.spec.name}", saved, error)
@@ -210,7 +212,7 @@ class Transfers:
                 # else it was needed meanwhile: it stays, a later spill is free
                 self._end_write(saved)
         if ticket is not None:
-            self.mover.discard(saved.tier, ticket)
+            self.transport.discard(saved.tier, ticket)
         if isinstance(error, OSError):
             self._note_failure(f"spill.failed.{saved.tier.spec.name}", saved, error)
         elif changed:
@@ -274,7 +276,7 @@ class Transfers:
             ours = saved.state is Residency.SPILLED
             if ours:
                 try:
-                    transfer = self.mover.read(saved.tier, ticket, target, priority)
+                    transfer = self.transport.read(saved.tier, ticket, target, priority)
                 except BaseException:
                     self.mover.drop(target)
                     raise
@@ -343,7 +345,7 @@ class Transfers:
             ticket.written.cancel()
         elif saved.ticket is ticket:
             saved.ticket = None
-            self.mover.discard(saved.tier, ticket)
+            self.transport.discard(saved.tier, ticket)
 
     # -- failures ---------------------------------------------------------------------------------
 
