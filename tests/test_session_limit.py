@@ -409,3 +409,15 @@ def test_the_limit_is_lifted_even_if_a_tier_cannot_be_closed(tmp_path, monkeypat
     assert host_account().limit_bytes == UNLIMITED
     assert host_account().used_by("saved tensors") == 0
     close(session._stores)
+
+
+def test_memory_of_the_measurement_is_shown_but_not_needed_in_training(tmp_path):
+    """Advice on ``memory`` adds what others hold while the program trains."""
+    net = network()
+    with penstock.offload(net, flash=tmp_path, flash_capacity="64MiB") as session:
+        train(net, session=session)
+        summary = session.summary()
+    owners = {line.owner: line for line in summary.host.owners}
+    assert owners["bandwidth measurement"].peak_bytes >= 16 * MIB
+    assert owners["bandwidth measurement"].current_bytes == 0
+    assert summary.suggestion.others_bytes == 0

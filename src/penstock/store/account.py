@@ -304,7 +304,7 @@ class Account:
 
         Args:
             nbytes: Bytes that were refused.
-            slot: Purpose of the bytes: ``"the buffers of an optimizer"``.
+            slot: Purpose of the bytes: ``"1 of the 2 buffers that an optimizer needs"``.
             advice: Remedies, after "give it at least N bytes, or": ``"a smaller tile"``.
             least_bytes: Smallest limit that would do; zero: what is held, and ``nbytes``.
         """
