@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import penstock
 from offload_runs import same_bits
 from penstock.checkpoint import Checkpointer
 from penstock.core import memory as core_memory
@@ -26,6 +27,7 @@ from penstock.optim import FlashAdamW
 from penstock.report.run_file import read_run
 from penstock.runtime.allowance import HOST_LIMIT, LEAST_SHARE_BYTES
 from penstock.runtime.movers import page_slack_bytes
+from penstock.runtime.stores import Stores
 from penstock.store.account import host_account
 from penstock.store.arena import Arena
 
@@ -390,3 +392,32 @@ def test_a_process_stays_within_its_control_group(disk_path):
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 0
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_the_limit_is_lifted_even_if_a_tier_cannot_be_closed(tmp_path, monkeypatch, error):
+    def fail(_):
+        raise error("on purpose")
+
+    net = network()
+    session = penstock.offload(net, memory="8MiB", flash=tmp_path, flash_capacity="64MiB").open()
+    train(net, session=session)
+    close = Stores.close
+    monkeypatch.setattr(Stores, "close", fail)
+    with pytest.raises(error, match="on purpose"):
+        session.close()
+    assert host_account().limit_bytes == UNLIMITED
+    assert host_account().used_by("saved tensors") == 0
+    close(session._stores)
+
+
+def test_memory_of_the_measurement_is_shown_but_not_needed_in_training(tmp_path):
+    """Advice on ``memory`` adds what others hold while the program trains."""
+    net = network()
+    with penstock.offload(net, flash=tmp_path, flash_capacity="64MiB") as session:
+        train(net, session=session)
+        summary = session.summary()
+    owners = {line.owner: line for line in summary.host.owners}
+    assert owners["bandwidth measurement"].peak_bytes >= 16 * MIB
+    assert owners["bandwidth measurement"].current_bytes == 0
+    assert summary.suggestion.others_bytes == 0

@@ -128,9 +128,10 @@ class Buffers:
         if block is None:
             self.count = self._made = self._made - 1
             if self.count < _LEAST_BUFFERS:
-                missing = (_LEAST_BUFFERS - self.count) * self.block_bytes
-                what = f"{_LEAST_BUFFERS} buffers of a checkpoint"
-                raise self._arena.account.refusal(missing, what, "give other uses of it less")
+                missing = _LEAST_BUFFERS - self.count
+                what = f"{missing} of the {_LEAST_BUFFERS} buffers that a checkpoint needs"
+                advice = "give other uses of it less"
+                raise self._arena.account.refusal(missing * self.block_bytes, what, advice)
         return block
 
     def _make(self) -> Block | None:

@@ -42,7 +42,7 @@ class HeldSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceState:
-    """What is held and moved on one device."""
+    """State of one device: what is held and moved."""
 
     device: str
     """Name of the device, as ``"cuda:0"``."""
@@ -97,13 +97,13 @@ class SessionState:
     suspended: bool
     """True if its memory is on flash; see ``penstock.suspend``."""
     devices: Mapping[str, DeviceState]
-    """What is held on each device, by its name; the session's own device comes first."""
+    """States of the devices by name; the session's own device comes first."""
     tiers: Mapping[str, TierState]
     """Levels of tiers, by name."""
 
     @property
     def device(self) -> DeviceState:
-        """What is held on the session's own device."""
+        """State of the session's own device."""
         return next(iter(self.devices.values()))
 
 
