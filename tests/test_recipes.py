@@ -19,7 +19,7 @@ from penstock.plan.recipes import recipe_name
 from penstock.plan.recompute import RecomputeChoices
 from penstock.runtime import digests
 from penstock.runtime.movers import CpuMover
-from penstock.runtime.remade import REMADE
+from penstock.runtime.recompute import RECOMPUTED
 from recompute_plans import FLASH, HOST, assert_nothing_unknown, following, profiled, runs_again
 from test_bitwise import SIZES, prepare, train, without_penstock
 
@@ -74,7 +74,7 @@ def check(disk, family, plan, *, dtype=torch.float32, **settings):
         assert_nothing_unknown(session)
         del found
         assert_nothing_held(session)
-        assert session.budget.used_by(REMADE) == 0
+        assert session.budget.used_by(RECOMPUTED) == 0
         return session
 
 

@@ -13,7 +13,7 @@ import torch
 from offload_runs import assert_nothing_held, assert_within_budget, read_bytes, written_bytes
 from penstock.core.units import MIB
 from penstock.plan import Action, policies
-from penstock.runtime.remade import REMADE
+from penstock.runtime.recompute import RECOMPUTED
 from recompute_plans import (
     FLASH,
     HOST,
@@ -74,7 +74,7 @@ def check(disk, family, plan, *, dtype=torch.float32, **settings):
         assert_nothing_unknown(session)
         del found
         assert_nothing_held(session)
-        assert session.budget.used_by(REMADE) == 0
+        assert session.budget.used_by(RECOMPUTED) == 0
         return session
 
 

@@ -44,8 +44,9 @@ def test_the_account_has_every_client_and_its_bytes(session_for, disk_path, monk
 
     def wait_for_gradients():
         """Those that ``zero_grad`` finds on their way are not written."""
-        for ticket in optimizer._penstock.gradients._flying:
-            ticket.written.wait()
+        writes = optimizer._penstock.gradients._writes
+        while writes:
+            writes.pop().wait()
 
     with session_for(net, machine=None, tbw="1TB") as session:
         for _ in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, TracebackType
@@ -348,7 +348,7 @@ class Session:
         assert self._stores is not None
         scratch_bytes = self._stores.open_codecs(self.budget, self.budget.limit_bytes)
         if scratch_bytes:
-            self.executor.use_mover(self._stores.mover)
+            self.executor.use_transport(self._stores.transport)
         return scratch_bytes
 
     def _attach(self) -> None:
@@ -381,19 +381,21 @@ class Session:
         _open.clear()
 
     def _stores_close(self) -> None:
-        close_account(self.recorder)
-        if self.space is not None:
-            self.space.close()
-        if self._stores is not None:
-            self._stores.close()
-        for account in self._accounts:
-            account.close()
-        if self._memory is not None:
-            self._memory.close()
-        if self._rss is not None:
-            self._rss.stop()
-        if self.recorder.log is not None:
-            self.recorder.log.close()
+        """Close all that was opened, the latest first, also if some of it raises."""
+        with ExitStack() as stack:
+            if self.recorder.log is not None:
+                stack.callback(self.recorder.log.close)
+            if self._rss is not None:
+                stack.callback(self._rss.stop)
+            if self._memory is not None:
+                stack.callback(self._memory.close)
+            for account in self._accounts:
+                stack.callback(account.close)
+            if self._stores is not None:
+                stack.callback(self._stores.close)
+            if self.space is not None:
+                stack.callback(self.space.close)
+            close_account(self.recorder)
 
     @property
     def hooks(self) -> SavedTensorHooks:

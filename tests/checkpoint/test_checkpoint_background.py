@@ -11,12 +11,15 @@ import preloaded
 from offload_runs import wait_until
 from penstock import CheckpointError, PenstockWarning, TransferError
 from penstock.checkpoint import Checkpointer, Saving, checkpointer
-from penstock.checkpoint.allocation import Fresh
+from penstock.checkpoint import background as checkpoint_background
 from penstock.checkpoint.background import TensorSnapshot
+from penstock.checkpoint.streams import BUFFERS_BYTES
 from penstock.core.units import MIB
 from penstock.io.engine import Priority
 from penstock.io.threads import Syscalls, ThreadEngine
 from penstock.observe.recorder import Recorder
+from penstock.store.account import host_account
+from penstock.store.arena import Arena
 from penstock.store.flash import FlashTier
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
 from penstock.testing.shared_engine import shared_engine_replaced
@@ -215,6 +218,7 @@ def test_what_may_change_at_any_moment_is_copied_at_once(gate, disk_path):
     with stored(disk_path, gate) as ours:
         saving = ours.save(1, [buffer, other], wait=False)
         assert saving.copied_bytes == 8 * SIZE
+        assert host_account().holdings()["checkpoint"].nbytes >= 8 * SIZE
         buffer.zero_()
         other.zero_()
         gate.open()
@@ -369,14 +373,22 @@ def test_where_no_further_thread_is_to_be_had_a_save_makes_do(disk_path, monkeyp
         assert [each.step for each in ours.checkpoints()] == [2, 1]
 
 
-def test_where_there_is_no_memory_for_copies_the_step_waits(disk_path, monkeypatch):
+@pytest.mark.parametrize("why", ["error", "refused", "limit"])
+def test_where_there_is_no_memory_for_copies_the_step_waits(disk_path, monkeypatch, why):
     weights, optimizer, state = trained()
     before = snapshot(state)
 
-    def none(self, nbytes):
-        raise TransferError(errno=12, op="allocate", path="memory", offset_bytes=0, nbytes=nbytes)
+    class Full(Arena):
+        def allocate(self, nbytes, **_):
+            if why == "refused":
+                return None
+            raise TransferError(errno=12, op="map", path="memory", offset_bytes=0, nbytes=nbytes)
 
-    monkeypatch.setattr(Fresh, "memory", none)
+    if why == "limit":
+        memory = host_account()
+        monkeypatch.setattr(memory, "limit_bytes", memory.used_bytes + BUFFERS_BYTES)
+    else:
+        monkeypatch.setattr(checkpoint_background, "Arena", Full)
     with stored(disk_path, FaultySyscalls(), memory="64MiB") as ours:
         saving = ours.save(1, state, wait=False)
         step(weights, optimizer)

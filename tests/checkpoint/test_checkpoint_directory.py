@@ -228,8 +228,8 @@ def test_a_directory_is_listed_while_its_owner_retires_what_is_in_it(disk_path, 
     with checkpointer(disk_path, keep=1) as ours:
         for step in (1, 2):
             ours.save(step, state(step))
-        was_there = staging.is_there(disk.Disk().open(disk_path))
-        monkeypatch.setattr(listing, "is_there", lambda _: was_there)
+        was_there = staging.has_spare(disk.Disk().open(disk_path))
+        monkeypatch.setattr(listing, "has_spare", lambda _: was_there)
         names = listing.steps_in(disk_path)
         monkeypatch.setattr(listing, "steps_in", lambda _: names)
         assert listing.spare_bytes(disk_path) > 0

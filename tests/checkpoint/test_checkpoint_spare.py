@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock import ConfigError, NoSpaceError, checkpoint
 from penstock.checkpoint import Checkpointer
-from penstock.checkpoint.checkpointer import SaveBuffers
+from penstock.checkpoint.checkpointer import shares_of
 from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.reader import OpenCheckpoint
 from penstock.checkpoint.staging import SPARE
@@ -244,10 +244,7 @@ def test_a_file_that_is_open_elsewhere_is_not_alone(disk_path):
 
 
 def test_what_a_save_in_the_background_takes_is_one_figure():
-    room = SaveBuffers.within(64 * MIB, 2 * MIB)
-    assert (room.buffers_bytes, room.copies_bytes) == (16 * MIB, 42 * MIB)
-    assert SaveBuffers.within(12 * MIB, 2 * MIB) == SaveBuffers(
-        buffers_bytes=6 * MIB, copies_bytes=0
-    )
+    assert shares_of(64 * MIB, 2 * MIB) == (16 * MIB, 42 * MIB)
+    assert shares_of(12 * MIB, 2 * MIB) == (6 * MIB, 0)
     with pytest.raises(ConfigError, match=r"takes 12\.00 MiB at least"):
-        SaveBuffers.within(11 * MIB, 2 * MIB)
+        shares_of(11 * MIB, 2 * MIB)

@@ -591,10 +591,10 @@ def test_buffers_are_fewer_where_the_process_has_no_memory_for_all(
     assert_same(blocks.load(disk_path / "a"), saved)
     assert memory.used_bytes == before
     monkeypatch.setattr(memory, "limit_bytes", before + 5 * MIB)
-    with pytest.raises(BudgetError, match=r"3 buffers of a checkpoint: .* memory budget"):
+    with pytest.raises(BudgetError, match=r"of the 3 buffers .* memory budget"):
         blocks.save(disk_path / "b", saved, codec=codec)
     assert os.listdir(disk_path) == ["a"]
-    with pytest.raises(BudgetError, match="3 buffers of a checkpoint"):
+    with pytest.raises(BudgetError, match="of the 3 buffers that a checkpoint needs"):
         blocks.load(disk_path / "a")
     assert memory.used_bytes == before
 

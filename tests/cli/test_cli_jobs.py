@@ -239,7 +239,7 @@ def test_what_is_wrong_with_the_file_is_named(disk_path, capsys, text, message):
     assert "jobs.toml" in told or "job 'a'" in told
 
 
-KNOWN = r"known are --device-memory, --host-memory, .*, --optimizer-state, .*--trace"
+KNOWN = r"known are --memory, --device-memory, --host-memory, .*, --optimizer-state, .*--trace"
 
 
 @pytest.mark.parametrize(

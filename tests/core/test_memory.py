@@ -1,6 +1,6 @@
 """Memory of the machine, its control groups and this process; and what ``memory=`` asks of it."""
 
-import os
+import mmap
 from fractions import Fraction
 
 import pytest
@@ -174,10 +174,11 @@ def test_cgroup_limits_of_both_versions(tmp_path):
 def test_this_process_is_measured():
     process = ProcessMemory()
     before = process.held_bytes()
-    block = bytearray(os.urandom(1)) * (32 * MIB)
+    block = mmap.mmap(-1, 32 * MIB)  # new memory, where the heap may have some left
+    block.write(b"1" * 32 * MIB)
     assert 30 * MIB < process.held_bytes() - before < 40 * MIB
     assert process.peak_bytes() >= before + 30 * MIB
-    del block
+    block.close()
     process.close()
     process.close()
     assert process.held_bytes() == 0, "it is closed"

@@ -59,11 +59,10 @@ FILES = (
     "store/window.py",
     "runtime/digests.py",
     "runtime/executor.py",
-    "runtime/reads.py",
-    "runtime/repeats.py",
-    "runtime/remakes.py",
+    "runtime/recompute.py",
+    "runtime/transfers.py",
     "runtime/encoding/jobs.py",
-    "runtime/encoding/mover.py",
+    "runtime/encoding/stage.py",
     "runtime/encoding/worker.py",
     "hooks/recompute.py",
     "hooks/saved_tensors.py",
@@ -162,7 +161,7 @@ EARLY = {
         },
     },
     "runtime/cuda/encoding.py": {
-        ("DeviceEncodingMover._begin", "a source is encoded before it is complete"): {
+        ("DeviceEncodingStage._begin", "a source is encoded before it is complete"): {
             "self.inner.fence(storage, job.ticket.label, partial(self._complete, job))": (
                 "self._complete(job, None)"
             )

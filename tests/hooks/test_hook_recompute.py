@@ -22,7 +22,7 @@ from offload_runs import Trace, assert_nothing_held, assert_within_budget, read_
 from penstock.core.errors import BudgetError, HookError, InPlaceError
 from penstock.core.units import KIB
 from penstock.runtime import digests
-from penstock.runtime.remade import REMADE
+from penstock.runtime.recompute import RECOMPUTED
 from penstock.store import checksums
 from recompute_plans import (
     FLASH,
@@ -107,7 +107,7 @@ def check(
         assert runs_again(session) == 3 * times
         assert_nothing_unknown(session)
         assert_nothing_held(session)
-        assert session.budget.used_by(REMADE) == 0
+        assert session.budget.used_by(RECOMPUTED) == 0
     assert all("_compiled_call_impl" not in each.__dict__ for each in model.modules())
     return model, session
 
@@ -705,7 +705,7 @@ def test_a_budget_too_small_for_one_module_names_it(session_for, disk):
     model = built(lambda: Stack(Block()))
     limit = plan.recomputed_bytes // 2
     with following(disk, plan, model, device_memory=limit):
-        with pytest.raises(BudgetError, match=r"too small for what Stack\.block makes again"):
+        with pytest.raises(BudgetError, match=r"too small for what Stack\.block recomputes"):
             once(model, 0)
         flush_engine()
 

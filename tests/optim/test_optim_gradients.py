@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock import ChecksumError, ClosedError, PenstockWarning, TransferError
 from penstock.core.errors import SourceChangedError
-from penstock.io.threads import ThreadEngine
+from penstock.io.threads import Syscalls, ThreadEngine
 from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash
 from penstock.optim.offloaded_gradient import OffloadedGradient
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
@@ -132,6 +132,35 @@ def test_the_budget_is_kept_to_and_the_first_gradients_of_a_backward_stay(small)
     backward(model, 1)
     assert kept(a).written == 2 * written
     a.close()
+
+
+def test_writes_in_flight_stay_within_their_limit(small, monkeypatch):
+    """A gradient that is longer than the limit is written alone."""
+
+    class Slow(Syscalls):
+        def write(self, *args):
+            time.sleep(0.02)
+            return super().write(*args)
+
+    limit, tickets, found = 8000, [], []
+    monkeypatch.setattr(gradients, "FLYING_BYTES", limit)
+    with shared_engine_replaced(ThreadEngine(syscalls=Slow())):
+        model = network()
+        a = FlashSGD(model.parameters(), lr=0.1, gradient_memory=0, **small)
+        write = kept(a)._spill.write
+
+        def noted(param, flat):
+            in_flight = sum(each.nbytes for each in tickets if not each.written.done)
+            found.append((in_flight + flat.nbytes, flat.nbytes))
+            written = write(param, flat)
+            tickets.extend(written)
+            return written
+
+        monkeypatch.setattr(kept(a)._spill, "write", noted)
+        backward(model, 0)
+        a.close()
+    assert len(found) == 6
+    assert all(in_flight <= max(limit, nbytes) for in_flight, nbytes in found)
 
 
 def test_clipping_needs_no_second_pass_over_flash(small, faulty):

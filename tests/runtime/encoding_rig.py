@@ -1,4 +1,4 @@
-"""A mover that encodes, over a tier, and the tiers and codecs that stand still when a test says so."""
+"""A stage that encodes, over a tier, and the tiers and codecs that stand still when a test says so."""
 
 import threading
 from contextlib import suppress
@@ -9,7 +9,7 @@ import torch
 from penstock.core.units import KIB, MIB
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.encoding.mover import EncodingMover
+from penstock.runtime.encoding.stage import HostEncodingStage
 from penstock.runtime.movers import CpuMover
 from penstock.runtime.storage import Encoding
 from penstock.store import HostTier, WrapperTier
@@ -44,7 +44,7 @@ def floats(nbytes, seed=0):
 
 
 class Rig:
-    """Mover and tier, with a budget that must never be exceeded."""
+    """Stage, mover and tier, with a budget that must never be exceeded."""
 
     def __init__(
         self, *, tier=None, wrap=None, budget=64 * MIB, scratch=SCRATCH, capacity=16 * MIB
@@ -54,8 +54,9 @@ class Rig:
         self.arena = Arena(capacity)
         self.base = tier or HostTier(self.arena, capacity_bytes=capacity, recorder=self.recorder)
         self.tier = wrap(self.base) if wrap else self.base
-        self.mover = EncodingMover(
-            CpuMover(budget=self.budget),
+        self.mover = CpuMover(budget=self.budget)
+        self.stage = HostEncodingStage(
+            self.mover,
             scratch_bytes=scratch,
             budget=self.budget,
             recorder=self.recorder,
@@ -68,14 +69,14 @@ class Rig:
         self.close()
 
     def close(self):
-        self.mover.close()
+        self.stage.close()
         self.tier.close()
         self.arena.close()
         assert self.budget.peak_bytes <= self.budget.limit_bytes
 
     def begin(self, content, *, skew=0, encoding=FLOATS, label="slot"):
         """Begin to write; the ticket."""
-        return self.mover.write(storage_of(content, skew), self.tier, label, encoding)
+        return self.stage.write(storage_of(content, skew), self.tier, label, encoding)
 
     def written(self, content, **options):
         """Write and wait; the ticket."""
@@ -87,7 +88,7 @@ class Rig:
         """Begin to read; the target and the transfer."""
         target = self.mover.allocate(ticket)
         assert target is not None
-        return target, self.mover.read(self.tier, ticket, target, priority)
+        return target, self.stage.read(self.tier, ticket, target, priority)
 
     def restored(self, ticket):
         """Read and wait; the storage."""
@@ -97,11 +98,11 @@ class Rig:
 
     def free_slots(self):
         """How many there are now."""
-        return len(self.mover._scratch._free)
+        return len(self.stage._scratch._free)
 
     def discard(self, *tickets):
         for ticket in tickets:
-            self.mover.discard(self.tier, ticket)
+            self.stage.discard(self.tier, ticket)
 
 
 def outcome(transfer):

@@ -26,12 +26,11 @@ from penstock.io.engine import Priority
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder, Stage
 from penstock.runtime.cuda import encoding
-from penstock.runtime.cuda.encoding import DeviceEncodingMover, DeviceScratch
+from penstock.runtime.cuda.encoding import DeviceEncodingStage, DeviceScratch
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
-from penstock.runtime.encoding.mover import AnyEncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH as OWNER
-from penstock.runtime.movers import RESTORED, Mover, StreamOrder
+from penstock.runtime.movers import RESTORED
 from penstock.runtime.storage import Encoding
 from penstock.store import FlashTier
 from penstock.store.account import Account
@@ -48,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Rig:
-    """A mover that encodes, over slabs, on a device whose copies run late."""
+    """A stage that encodes, over slabs, on a device whose copies run late."""
 
     def __init__(self, *, link=None, flash=None, staging=16 * MIB, host=16 * MIB, budget=64 * MIB):
         self.link = link or LazyLink(most_delay_s=0.0002)
@@ -61,7 +60,7 @@ class Rig:
             for name, nbytes in (("staging", staging), ("host tier", host))
         ]
         self.slabs = slabs
-        self.inner = CudaMover(
+        self.mover = CudaMover(
             device=device,
             budget=self.budget,
             recorder=self.recorder,
@@ -69,8 +68,8 @@ class Rig:
             staging=slabs[0],
             host=slabs[1],
         )
-        self.mover = DeviceEncodingMover(
-            self.inner,
+        self.stage = DeviceEncodingStage(
+            self.mover,
             link=self.link,
             scratch_bytes=SCRATCH,
             budget=self.budget,
@@ -83,7 +82,7 @@ class Rig:
         return self
 
     def __exit__(self, *_):
-        self.mover.close()
+        self.stage.close()
         self.link.end()
         assert self.budget.used_bytes == 0
         assert self.budget.peak_bytes <= self.budget.limit_bytes
@@ -92,7 +91,7 @@ class Rig:
         """Begin to write a storage that nobody else holds; the ticket."""
         storage = storage_of(content)
         self.mover.use(storage)
-        return self.mover.write(storage, tier or self.tier, "slot", encoding)
+        return self.stage.write(storage, tier or self.tier, "slot", encoding)
 
     def written(self, content, encoding=FLOATS, tier=None):
         ticket = self.begin(content, encoding, tier)
@@ -101,7 +100,7 @@ class Rig:
 
     def fetch(self, ticket, priority=Priority.DEMAND):
         target = self.mover.allocate(ticket)
-        return target, self.mover.read(self.tier, ticket, target, priority)
+        return target, self.stage.read(self.tier, ticket, target, priority)
 
     def bytes_of(self, ticket):
         """What comes back, as whoever uses it sees it."""
@@ -151,7 +150,7 @@ def test_every_bit_comes_back(rig, codec, dtype):
         assert len(ticket.parts) == ticket.pieces
         assert ticket.source_bytes == nbytes
         assert ticket.frame_bytes == sum(part.nbytes for part in ticket.parts)
-        rig.mover.discard(rig.tier, ticket)
+        rig.stage.discard(rig.tier, ticket)
 
 
 @pytest.mark.parametrize("codec", ["zero-value", "exponent", "narrow"])
@@ -165,7 +164,7 @@ def test_every_content_from_flash(disk_path, small_knobs, codec):
             ticket = rig.written(content.tobytes(), Encoding(codec, "float32"))
             assert rig.bytes_of(ticket) == content.tobytes(), name
             assert ticket.frame_bytes <= nbytes + HEADER_BYTES * ticket.pieces
-            rig.mover.discard(flash, ticket)
+            rig.stage.discard(flash, ticket)
         wait_until(rig.nothing_rests)
         wait_until(lambda: not flash.held_bytes)
         flash.close()
@@ -181,7 +180,7 @@ def test_what_loses_something_keeps_its_promise(rig, codec, dtype):
         start, nbytes = ticket.range_of(index)
         piece = slice(start, start + nbytes)
         check_decoded(FORMS[codec].CODEC, dtype, content[piece], back[piece].copy())
-    rig.mover.discard(rig.tier, ticket)
+    rig.stage.discard(rig.tier, ticket)
 
 
 def test_fewer_bytes_are_copied(rig):
@@ -193,7 +192,7 @@ def test_fewer_bytes_are_copied(rig):
     counted = rig.recorder.snapshot().counted
     assert counted("encoded.source_bytes.zero-value") == len(content)
     assert counted("encoded.frame_bytes.zero-value") == ticket.frame_bytes
-    rig.mover.discard(rig.tier, ticket)
+    rig.stage.discard(rig.tier, ticket)
 
 
 def test_it_may_be_read_again_and_again_by_several_at_once(rig):
@@ -207,7 +206,7 @@ def test_it_may_be_read_again_and_again_by_several_at_once(rig):
             assert bytes_of(rig.mover.finish(target)) == content
         del target, reads
     for ticket in tickets:
-        rig.mover.discard(rig.tier, ticket)
+        rig.stage.discard(rig.tier, ticket)
 
 
 def test_what_is_not_to_be_encoded_goes_as_it_is(rig):
@@ -220,15 +219,15 @@ def test_what_is_not_to_be_encoded_goes_as_it_is(rig):
         assert not hasattr(ticket, "frame_bytes")
         assert rig.bytes_of(ticket) == content
         assert not counter or rig.recorder.snapshot().counted(counter) == 1
-        rig.mover.discard(rig.tier, ticket)
+        rig.stage.discard(rig.tier, ticket)
     whole = torch.frombuffer(bytearray(content + b"1"), dtype=torch.uint8).untyped_storage()
     shifted = whole[1 : len(content) + 1]
     rig.mover.use(shifted)
-    ticket = rig.mover.write(shifted, rig.tier, "slot", FLOATS)
+    ticket = rig.stage.write(shifted, rig.tier, "slot", FLOATS)
     ticket.written.wait(20)
     assert rig.recorder.snapshot().counted("encoded.misaligned") == 1
     assert rig.bytes_of(ticket) == bytes_of(shifted)
-    rig.mover.discard(rig.tier, ticket)
+    rig.stage.discard(rig.tier, ticket)
 
 
 # -- order ----------------------------------------------------------------------------------------
@@ -239,20 +238,20 @@ def test_a_source_is_encoded_when_its_stream_has_made_it(rig):
     content = floats(5 * PIECE)
     storage = storage_of(bytes(len(content)))
     gate = threading.Event()
-    stream = rig.link.copy_stream(rig.inner.device)
+    stream = rig.link.copy_stream(rig.mover.device)
     stream.work.put(gate.wait)
     rig.link._copy("out", stream, storage.data_ptr(), _address(content), len(content))
     rig.link.current = stream
     rig.mover.use(storage)
     rig.link.current = rig.link.NOW
     rig.mover.use(storage)
-    ticket = rig.mover.write(storage, rig.tier, "slot", FLOATS)
+    ticket = rig.stage.write(storage, rig.tier, "slot", FLOATS)
     del storage
     assert not ticket.written.done
     gate.set()
     ticket.written.wait(20)
     assert rig.bytes_of(ticket) == content
-    rig.mover.discard(rig.tier, ticket)
+    rig.stage.discard(rig.tier, ticket)
 
 
 def test_a_target_is_filled_when_its_memory_is_free(rig, monkeypatch):
@@ -260,7 +259,7 @@ def test_a_target_is_filled_when_its_memory_is_free(rig, monkeypatch):
     content = floats(5 * PIECE)
     ticket = rig.written(content)
     gate, seen = threading.Event(), []
-    stream = rig.link.copy_stream(rig.inner.device)
+    stream = rig.link.copy_stream(rig.mover.device)
     stream.work.put(gate.wait)
     rig.link.current = stream
     target = rig.mover.allocate(ticket)
@@ -272,12 +271,12 @@ def test_a_target_is_filled_when_its_memory_is_free(rig, monkeypatch):
         return decode(*args, **named)
 
     monkeypatch.setattr(encoding, "decode_tensor", decoding)
-    transfer = rig.mover.read(rig.tier, ticket, target, Priority.DEMAND)
+    transfer = rig.stage.read(rig.tier, ticket, target, Priority.DEMAND)
     threading.Timer(0.2, gate.set).start()  # long after the first frame has arrived
     transfer.wait(20)
     assert seen == [True] * ticket.pieces
     assert bytes_of(rig.mover.finish(target)) == content
-    rig.mover.discard(rig.tier, ticket)
+    rig.stage.discard(rig.tier, ticket)
 
 
 def _address(content):
@@ -307,11 +306,11 @@ def test_scratch_memory_is_charged_once_and_frames_to_it(rig):
     transfer.wait(20)
     assert rig.budget.used_by(RESTORED) == ticket.nbytes
     assert rig.budget.peak_bytes == charged + ticket.nbytes
-    frames = rig.mover._scratch.frames
+    frames = rig.stage._scratch.frames
     assert 0 < frames.peak_bytes <= frames.limit_bytes < charged
     del target
     wait_until(lambda: frames.used_bytes == 0)
-    rig.mover.discard(rig.tier, ticket)
+    rig.stage.discard(rig.tier, ticket)
 
 
 def test_no_more_frames_are_alive_than_there_are_slots(rig, monkeypatch):
@@ -330,7 +329,7 @@ def test_no_more_frames_are_alive_than_there_are_slots(rig, monkeypatch):
     tickets = [rig.written(floats(8 * PIECE, seed=seed)) for seed in range(3)]
     assert max(most) <= encoding._SLOTS // 2
     for ticket in tickets:
-        rig.mover.discard(rig.tier, ticket)
+        rig.stage.discard(rig.tier, ticket)
 
 
 @pytest.mark.parametrize(("codec", "dtype"), LOSSLESS + LOSSY)
@@ -366,20 +365,20 @@ def test_a_device_without_memory_for_a_frame_moves_that_piece_as_it_is(rig, monk
     assert all(part.nbytes == ticket.piece_bytes for part in ticket.parts[0:-1:2])
     assert all(part.nbytes < ticket.piece_bytes for part in ticket.parts[1::2])
     assert rig.bytes_of(ticket) == content
-    rig.mover.discard(rig.tier, ticket)
+    rig.stage.discard(rig.tier, ticket)
 
 
 def test_a_source_is_let_go_of_when_it_is_written(rig):
     storage = storage_of(floats(4 * PIECE))
     rig.mover.use(storage)
-    ticket = rig.mover.write(storage, rig.tier, "slot", FLOATS)
+    ticket = rig.stage.write(storage, rig.tier, "slot", FLOATS)
     dead = []
     weakref.finalize(storage, dead.append, True)
     ticket.written.add_done_callback(lambda _: dead.append("written"))
     del storage
     ticket.written.wait(20)
     wait_until(lambda: dead == [True, "written"])
-    rig.mover.discard(rig.tier, ticket)
+    rig.stage.discard(rig.tier, ticket)
 
 
 # -- what goes wrong ------------------------------------------------------------------------------
@@ -404,7 +403,7 @@ def test_a_damaged_frame_is_an_error_that_names_the_slot(rig, monkeypatch, place
     rig.mover.drop(target)
     del target, transfer
     wait_until(lambda: rig.budget.used_by(RESTORED) == 0)
-    rig.mover.discard(rig.tier, ticket)
+    rig.stage.discard(rig.tier, ticket)
 
 
 def test_a_full_tier_is_an_error_of_the_write_and_leaves_nothing_behind():
@@ -414,19 +413,19 @@ def test_a_full_tier_is_an_error_of_the_write_and_leaves_nothing_behind():
             ticket.written.wait(20)
         wait_until(rig.nothing_rests)
         again = rig.written(floats(4 * PIECE))
-        rig.mover.discard(rig.tier, again)
+        rig.stage.discard(rig.tier, again)
         wait_until(rig.nothing_rests)
 
 
 def test_a_write_that_is_cancelled_before_its_source_is_complete(rig):
     gate = threading.Event()
-    stream = rig.link.copy_stream(rig.inner.device)
+    stream = rig.link.copy_stream(rig.mover.device)
     stream.work.put(gate.wait)
     storage = storage_of(floats(4 * PIECE))
     rig.link.current = stream
     rig.mover.use(storage)
     rig.link.current = rig.link.NOW
-    ticket = rig.mover.write(storage, rig.tier, "slot", FLOATS)
+    ticket = rig.stage.write(storage, rig.tier, "slot", FLOATS)
     assert ticket.written.cancel()
     with pytest.raises(CancelledError):
         ticket.written.wait(20)
@@ -434,19 +433,19 @@ def test_a_write_that_is_cancelled_before_its_source_is_complete(rig):
     after = rig.written(floats(PIECE))
     assert not ticket.parts
     with pytest.raises(ConfigError, match="not, or no longer, written"):
-        rig.mover.read(rig.tier, ticket, None, Priority.DEMAND)
+        rig.stage.read(rig.tier, ticket, None, Priority.DEMAND)
     for each in (ticket, after):
-        rig.mover.discard(rig.tier, each)
+        rig.stage.discard(rig.tier, each)
 
 
 def test_discarded_meanwhile(rig):
     """On its way out and on its way back: what is under way ends as cancelled, or is done."""
     out = [rig.begin(floats(8 * PIECE, seed=seed)) for seed in range(3)]
     for ticket in out:
-        rig.mover.discard(rig.tier, ticket)
+        rig.stage.discard(rig.tier, ticket)
     back = rig.written(floats(8 * PIECE))
     target, transfer = rig.fetch(back)
-    rig.mover.discard(rig.tier, back)
+    rig.stage.discard(rig.tier, back)
     wait_until(lambda: transfer.done and all(ticket.written.done for ticket in out))
     assert isinstance(transfer.error, CancelledError | type(None))
     rig.mover.drop(target)
@@ -457,7 +456,7 @@ def test_closed_with_everything_in_flight():
         written = [rig.written(floats(8 * PIECE, seed=seed)) for seed in range(2)]
         reads = [rig.fetch(ticket) for ticket in written]
         writes = [rig.begin(floats(12 * PIECE, seed=seed)) for seed in range(4)]
-        rig.mover.close()
+        rig.stage.close()
         assert all(transfer.done for _, transfer in reads)
         assert all(ticket.written.done for ticket in writes)
         with pytest.raises(ClosedError):
@@ -465,30 +464,21 @@ def test_closed_with_everything_in_flight():
         del reads
 
 
-def test_what_movers_do_the_one_around_them_hands_on_or_does_itself():
-    """Nothing is left as it is in movers in general."""
-    named = {*vars(Mover), *vars(StreamOrder)}
-    said = {name for name in named if not name.startswith("_")} - {"runs_behind"}
-    assert {"use", "drain", "frees", "rest"} < said
-    assert said <= set(vars(AnyEncodingMover))
-    assert DeviceEncodingMover.runs_behind == CudaMover.runs_behind
-
-
 def test_drained_is_everything_that_was_begun(rig):
     """Also what is not complete yet, and so has not been handed to the worker."""
     gate = threading.Event()
-    stream = rig.link.copy_stream(rig.inner.device)
+    stream = rig.link.copy_stream(rig.mover.device)
     stream.work.put(gate.wait)
     rig.link.current = stream
     storage = storage_of(floats(4 * PIECE))
     rig.mover.use(storage)
-    ticket = rig.mover.write(storage, rig.tier, "slot", FLOATS)
+    ticket = rig.stage.write(storage, rig.tier, "slot", FLOATS)
     rig.link.current = rig.link.NOW
     threading.Timer(0.1, gate.set).start()
-    rig.mover.drain()
+    rig.stage.drain()
     assert ticket.written.done
     assert rig.bytes_of(ticket) == bytes_of(storage)
-    rig.mover.discard(rig.tier, ticket)
+    rig.stage.discard(rig.tier, ticket)
 
 
 def test_pieces_are_recorded(rig):
@@ -497,4 +487,4 @@ def test_pieces_are_recorded(rig):
     totals = rig.recorder.snapshot()
     for stage in (Stage.ENCODE, Stage.DECODE):
         assert totals.flow(stage, "host").nbytes == 3 * PIECE
-    rig.mover.discard(rig.tier, ticket)
+    rig.stage.discard(rig.tier, ticket)

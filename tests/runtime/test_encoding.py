@@ -14,9 +14,9 @@ from penstock.core.errors import BudgetError, ClosedError, ConfigError
 from penstock.core.units import KIB, MIB
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder, Stage
+from penstock.runtime.encoding.jobs import EncodedTicket
 from penstock.runtime.encoding.scratch import SCRATCH as OWNER
 from penstock.runtime.encoding.scratch import SLOTS, Scratch
-from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.runtime.encoding.worker import THREAD_NAME
 from penstock.runtime.movers import RESTORED, CpuMover
 from penstock.runtime.storage import Encoding
@@ -58,7 +58,7 @@ def flash_rig(disk_path, small_knobs):
 
 def check_roundtrip(rig, content, *, skew, encoding):
     source = storage_of(content, skew)
-    ticket = rig.mover.write(source, rig.tier, "slot", encoding)
+    ticket = rig.stage.write(source, rig.tier, "slot", encoding)
     ticket.written.wait(20)
     back = rig.restored(ticket)
     assert bytes_of(back) == bytes(content)
@@ -124,7 +124,7 @@ def test_it_may_be_read_again_and_again(rig):
 # -- what is not encoded --------------------------------------------------------------------------
 
 
-def test_without_an_encoding_the_inner_mover_does_it(rig):
+def test_without_an_encoding_the_mover_does_it(rig):
     content = floats(5 * PIECE)
     ticket = rig.written(content, encoding=None, skew=3)
     assert type(ticket) is Ticket
@@ -155,14 +155,14 @@ def test_a_ticket_is_read_only_while_it_holds_something(rig):
     rig.discard(ticket)
     rig.discard(ticket)
     with pytest.raises(ConfigError, match="although it is not, or no longer"):
-        rig.mover.read(rig.tier, ticket, target, 0)
+        rig.stage.read(rig.tier, ticket, target, 0)
     rig.mover.drop(target)
 
 
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def test_the_target_is_charged_as_the_inner_mover_would(rig):
+def test_the_target_is_charged_as_any_other(rig):
     content = floats(300 * PIECE)
     plain, encoded = rig.written(content, encoding=None, skew=8), rig.written(content, skew=8)
     assert isinstance(encoded, EncodedTicket)
@@ -262,7 +262,7 @@ def test_a_forced_target_exceeds_the_budget():
         ticket = rig.written(content)
         rig.budget.try_take(rig.budget.free_bytes, "somebody")
         target = rig.mover.allocate(ticket, force=True)
-        rig.mover.read(rig.tier, ticket, target, 0).wait(20)
+        rig.stage.read(rig.tier, ticket, target, 0).wait(20)
         assert bytes_of(rig.mover.finish(target)) == content
 
 
@@ -271,7 +271,7 @@ def test_closing_gives_everything_back_and_ends_the_thread():
     ticket = rig.written(floats(10 * PIECE))
     assert [each for each in threading.enumerate() if each.name == THREAD_NAME]
     rig.close()
-    rig.mover.close()
+    rig.stage.close()
     assert rig.budget.used_bytes == 0
     assert not [each for each in threading.enumerate() if each.name == THREAD_NAME]
     rig.discard(ticket)
@@ -279,11 +279,11 @@ def test_closing_gives_everything_back_and_ends_the_thread():
         rig.begin(floats(PIECE))
 
 
-def test_a_mover_that_is_dropped_gives_everything_back_too():
+def test_a_stage_that_is_dropped_gives_everything_back_too():
     rig = Rig()
     rig.written(floats(10 * PIECE))
-    mover, budget = rig.mover, rig.budget
-    del rig.mover, mover
+    budget = rig.budget
+    del rig.stage, rig.mover
     gc.collect()
     wait_until(lambda: not [each for each in threading.enumerate() if each.name == THREAD_NAME])
     wait_until(lambda: gc.collect() >= 0 and budget.used_by(OWNER) == 0)
@@ -320,7 +320,7 @@ def test_larger_scratch_makes_larger_pieces():
         rig.discard(ticket)
 
 
-def test_the_inner_mover_ignores_an_encoding():
+def test_a_mover_ignores_an_encoding():
     """CPU and CUDA movers move bytes as they are; so a plan with codecs is right on them, too."""
     with Rig() as rig:
         inner = CpuMover(budget=rig.budget)

@@ -1,4 +1,4 @@
-"""A mover that encodes beside a dict: hypothesis does what it likes to both, and they must agree."""
+"""A stage that encodes beside a dict: hypothesis does what it likes to both, and they must agree."""
 
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
@@ -20,8 +20,8 @@ from penstock.core.units import KIB, MIB
 from penstock.io.engine import Priority
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
+from penstock.runtime.encoding.jobs import EncodedTicket
 from penstock.runtime.encoding.scratch import SCRATCH as OWNER
-from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.runtime.storage import Encoding
 from penstock.store import FlashTier
 
@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
     def write(self, nbytes, skew, encoding, seed):
         content = floats(nbytes, seed)
         source = storage_of(content, skew)
-        ticket = self.rig.mover.write(source, self.rig.tier, "slot", encoding)
+        ticket = self.rig.stage.write(source, self.rig.tier, "slot", encoding)
         assert isinstance(ticket, EncodedTicket) == (encoding is not None)
         self.held[ticket] = content
 
@@ -78,10 +78,10 @@ class Machine(RuleBasedStateMachine):
             return
         if failed:
             with pytest.raises(ConfigError):
-                self.rig.mover.read(self.rig.tier, ticket, target, priority)
+                self.rig.stage.read(self.rig.tier, ticket, target, priority)
             self.rig.mover.drop(target)
             return
-        transfer = self.rig.mover.read(self.rig.tier, ticket, target, priority)
+        transfer = self.rig.stage.read(self.rig.tier, ticket, target, priority)
         self.reads.append((ticket, target, transfer, self.held[ticket]))
 
     @rule(which=st.integers(0, 99))
@@ -125,7 +125,7 @@ class Machine(RuleBasedStateMachine):
         """Close with whatever is in flight, the tier first or the mover."""
         if len(self.held) % 2:
             self.rig.tier.close()
-        self.rig.mover.close()
+        self.rig.stage.close()
         for ticket in (*self.held, *self.leaving):
             error = outcome(ticket.written)
             assert isinstance(error, CancelledError | ClosedError | None)

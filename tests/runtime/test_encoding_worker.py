@@ -46,7 +46,7 @@ def gated():
     with Rig(wrap=GateTier) as rig:
         yield rig
         rig.tier.open()
-        rig.mover.close()
+        rig.stage.close()
         assert rig.tier.held_bytes == 0
         assert rig.budget.used_by(OWNER) == 0
 
@@ -65,7 +65,7 @@ def slow(codec):
     with Rig() as rig:
         yield rig
         codec.open()
-        rig.mover.close()
+        rig.stage.close()
         assert rig.tier.held_bytes == 0
 
 
@@ -222,7 +222,7 @@ def test_cancelled_before_it_began(slow, codec):
     codec.wait_for_call()
     source = storage_of(floats(2 * PIECE))
     alive = weakref.ref(source)
-    ticket = slow.mover.write(source, slow.tier, "slot", FLOATS)
+    ticket = slow.stage.write(source, slow.tier, "slot", FLOATS)
     del source
     assert alive() is not None
     assert ticket.written.cancel()
@@ -367,7 +367,7 @@ def test_frames_that_have_arrived_for_nobody(slow, codec):
     target, transfer = slow.reading(ticket)
     for _ in range(SLOTS + 1):
         codec.wait_for_call()
-    (job,) = slow.mover._worker._live
+    (job,) = slow.stage._worker._live
     wait_until(lambda: len(job.arrived) == SLOTS - 1)
     assert slow.free_slots() == 0
     assert not transfer.cancel()
@@ -383,7 +383,7 @@ def test_frames_that_have_arrived_for_nobody(slow, codec):
 def test_the_source_is_let_go_when_it_is_written(gated):
     source = storage_of(floats(2 * PIECE))
     alive = weakref.ref(source)
-    ticket = gated.mover.write(source, gated.tier, "slot", FLOATS)
+    ticket = gated.stage.write(source, gated.tier, "slot", FLOATS)
     del source
     seen = []
     ticket.written.add_done_callback(lambda _: seen.append(alive()))
@@ -405,13 +405,13 @@ def test_a_part_that_cannot_be_written(mode, index):
     with Rig(wrap=faulty(fail_at={"write": index}, mode=mode)) as rig:
         content = floats(7 * PIECE, seed=index)
         source = storage_of(content)
-        ticket = rig.mover.write(source, rig.tier, "slot", FLOATS)
+        ticket = rig.stage.write(source, rig.tier, "slot", FLOATS)
         error = outcome(ticket.written)
         assert type(error) is (NoSpaceError if mode == "raise" else TransferError)
         assert rig.tier.held_bytes == 0
         assert bytes_of(source) == content
         with pytest.raises(ConfigError):
-            rig.mover.read(rig.tier, ticket, None, Priority.DEMAND)
+            rig.stage.read(rig.tier, ticket, None, Priority.DEMAND)
         rig.discard(ticket)
         again = rig.written(content)
         assert bytes_of(rig.restored(again)) == content
@@ -507,7 +507,7 @@ def test_close_cancels_what_waits_and_ends_what_has_begun(slow, codec):
         codec.wait_for_call()
     waiting = slow.begin(contents[2])
     target, read = slow.reading(old)
-    closing = threading.Thread(target=slow.mover.close)
+    closing = threading.Thread(target=slow.stage.close)
     closing.start()
     assert isinstance(outcome(waiting.written), CancelledError)
     assert isinstance(outcome(read), CancelledError)
@@ -521,7 +521,7 @@ def test_close_cancels_what_waits_and_ends_what_has_begun(slow, codec):
     gc.collect()
     assert slow.budget.used_bytes == 0
     with pytest.raises(ClosedError):
-        slow.mover.read(slow.tier, begun, target, Priority.DEMAND)
+        slow.stage.read(slow.tier, begun, target, Priority.DEMAND)
     slow.discard(old, begun, waiting)
 
 
@@ -546,10 +546,11 @@ def test_a_forked_child_does_nothing(gated):
 
     def in_child():
         with pytest.raises(ClosedError, match="belongs to process"):
-            gated.mover.write(source, gated.tier, "slot", FLOATS)
+            gated.stage.write(source, gated.tier, "slot", FLOATS)
         assert not ticket.written.cancel()
         gated.discard(ticket)
-        gated.mover.close()
+        gated.stage.close()
+        gated.stage.__dict__.clear()
         gated.mover.__dict__.clear()
         gc.collect()
 

@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from penstock.runtime.storage import Telling, TensorRef
+from penstock.runtime.storage import OwningWeakRef, TensorRef
 
 
 class Preserved:
@@ -18,7 +18,7 @@ class Preserved:
 
 def test_an_old_torch_is_told_who_holds_it_again():
     preserved, gone = Preserved(), []
-    ref = Telling(preserved, gone.append)
+    ref = OwningWeakRef(preserved, gone.append)
     assert ref() is preserved
     assert ref() is preserved
     assert preserved.told == 2
@@ -29,7 +29,7 @@ def test_an_old_torch_is_told_who_holds_it_again():
 
 def test_a_storage_that_only_torch_held_may_be_held_again():
     tensor = torch.arange(1000.0)
-    ref, real = Telling(tensor.untyped_storage()), weakref.ref(tensor.untyped_storage())
+    ref, real = OwningWeakRef(tensor.untyped_storage()), weakref.ref(tensor.untyped_storage())
     storage = ref()
     assert storage is real()
     del tensor

@@ -362,3 +362,33 @@ def test_memory_that_is_freed_later_is_waited_for(monkeypatch):
     monkeypatch.setattr(account, "PATIENCE_S", 0.01)
     assert saved.try_take(40, "saved"), "nothing is kept for anybody"
     assert not buffers.make_room(10)
+
+
+def test_it_is_not_waited_for_memory_that_nobody_holds(monkeypatch):
+    process = Account(100, name="memory")
+    saved, buffers = process.child("saved tensors"), process.child("buffers")
+    asked = []
+    saved.yield_by(asked.append)
+    assert buffers.try_take(80, "a buffer")
+    assert saved.try_take(9, "saved")
+    monkeypatch.setattr(account, "PATIENCE_S", 1e6)
+    assert not buffers.make_room(30), "all that yields would not do"
+    assert asked == []
+
+
+def test_an_account_that_yields_is_woken_when_another_has_given_up(monkeypatch):
+    """Its own bytes are free again as soon as nobody else waits for them."""
+    process = Account(100, name="memory")
+    saved, buffers = process.child("saved tensors"), process.child("buffers")
+    assert saved.try_take(50, "saved")
+    began = threading.Event()
+    saved.yield_by(lambda nbytes: began.set())
+    monkeypatch.setattr(account, "PATIENCE_S", 0.1)
+    other = threading.Thread(target=buffers.make_room, args=(90,))
+    other.start()
+    assert began.wait(20)
+    with saved.changed:
+        assert saved.free_bytes < 50
+        assert saved.changed.wait(20), "nobody wakes it"
+        assert saved.free_bytes == 50
+    other.join()

@@ -39,6 +39,21 @@ class TestHostTier:
             HostTier(arena, capacity_bytes=capacity, recorder=Recorder())
         arena.close()
 
+    def test_memory_is_not_freed_by_what_is_moved_to_the_tier(self, stack):
+        """Saved tensors that give way are written to this tier, which must not ask them again."""
+        process = Account(4 * MIB, name="memory")
+        saved = process.child("saved tensors")
+        assert saved.try_take(4 * MIB, "saved")
+        asked = []
+        saved.yield_by(asked.append)
+        arena = Arena(2 * MIB, account=process.child("host tier"))
+        stack.callback(arena.close)
+        tier = HostTier(arena, capacity_bytes=2 * MIB, recorder=Recorder())
+        stack.callback(tier.close)
+        with pytest.raises(NoSpaceError, match="by the memory budget"):
+            write(tier, aligned(MIB, seed=1), 0, MIB)
+        assert asked == []
+
     def test_an_arena_shared_with_others(self, stack):
         """What they hold is missing; what lies between them is used piece by piece."""
         tier = host(stack, 2 * MIB)

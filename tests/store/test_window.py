@@ -90,6 +90,23 @@ def test_a_limit_of_bytes_completes_as_many_as_needed():
         assert "e" not in log.of("complete")
 
 
+def test_an_item_that_is_popped_is_its_callers():
+    device, log = Device(), Log()
+    window = log.window(limit_bytes=10)
+    for name, nbytes in zip("abc", (4, 4, 2), strict=True):
+        window.add(name, device.submit(name)(Priority.DEMAND), nbytes)
+    assert window.pop_excess(0) is None
+    assert window.pop_excess(1) == "a"
+    assert window.pop_excess(4) is None
+    assert window.pop() == "b"
+    assert len(window) == 1
+    assert window.pop_excess(100) == "c"
+    assert window.pop_excess(100) is None
+    window.finish()
+    window.cancel()
+    assert (log.calls, device.waited, device.cancelled) == ([], [], [])
+
+
 def test_memory_comes_from_the_oldest():
     device, free = Device(), ["x", "y"]
     window = TransferWindow(release=free.append)

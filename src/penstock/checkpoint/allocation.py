@@ -57,10 +57,6 @@ class Fresh:
         strides = _contiguous(entry.shape) if entry.strides is None else entry.strides
         return flat.as_strided(entry.shape, strides)
 
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """So many bytes. Raises TransferError if there are none."""
-        return torch.from_numpy(self._take(nbytes))
-
     def _take(self, nbytes: int) -> NDArray[np.uint8]:
         taken = round_up(nbytes, _ALIGNMENT_BYTES)
         if taken > self._left.nbytes:

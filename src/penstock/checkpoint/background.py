@@ -26,20 +26,23 @@ from typing import Any, Final
 
 import torch
 
-from penstock.checkpoint.allocation import Fresh
 from penstock.checkpoint.api import Saved
 from penstock.checkpoint.disk import having_threads
 from penstock.checkpoint.regions import Plain, Region
+from penstock.checkpoint.streams import BUFFERS_BYTES
 from penstock.checkpoint.tensors import Leaf, Prepared
 from penstock.core.errors import CheckpointError, PenstockError, PenstockWarning
 from penstock.core.locks import condition
 from penstock.core.units import MIB
 from penstock.io.engine import Priority
+from penstock.io.mapping import PAGE_BYTES
+from penstock.store.arena import Arena
 from penstock.store.engine import shared_engine
 from penstock.store.window import TransferWindow
 
 PIECE_BYTES: Final = 2 * MIB
 """Bytes copied at once: a huge page, and less than a block."""
+_ALIGNMENT_BYTES: Final = 64
 
 Write = Callable[["Saving", list[list[tuple[int, Region]]]], Saved]
 """Writes the regions of all files, telling the first argument which bytes are not read any more."""
@@ -148,7 +151,7 @@ class Saving:
         *,
         steady: frozenset[int],
         optimizers: Sequence[torch.optim.Optimizer],
-        budget_bytes: int,
+        copies_bytes: int,
     ) -> None:
         """See to what may change at any moment, and begin to write.
 
@@ -157,7 +160,7 @@ class Saving:
             write: Writes it.
             steady: Addresses of storages that change in the optimizers' steps only, or never.
             optimizers: Those optimizers.
-            budget_bytes: What may be copied in all; the rest is waited for.
+            copies_bytes: Memory for copies; what does not fit is waited for.
 
         Raises:
             TransferError: The system starts no thread. It is over then.
@@ -165,7 +168,6 @@ class Saving:
         start = time.perf_counter()
         self.stall_s = 0.0
         self.copied_bytes = 0
-        self._budget_bytes = budget_bytes
         self._changed = condition()
         self._released = (0, 0)
         self._window: TransferWindow[Any] | None = None
@@ -174,7 +176,9 @@ class Saving:
         self._over = False
         self._saved: Saved | None = None
         self._error: BaseException | None = None
-        self._fresh = Fresh()
+        self._copies = (
+            Arena(copies_bytes, owner="checkpoint") if copies_bytes >= PAGE_BYTES else None
+        )
         self._all: list[TensorSnapshot] = []
         regions = self._sources(prepared)
         unsteady = [
@@ -193,7 +197,7 @@ class Saving:
         except BaseException:  # nobody is given this, to wait for it
             self._let_go()
             if self._thread.ident is None:
-                self._over = True  # nobody reads: the optimizers must not wait for that
+                self._end()  # nothing reads: the optimizers must not wait for that
             else:
                 self._thread.join()
             raise
@@ -247,19 +251,36 @@ class Saving:
                     return 0, 0
                 if source.has_copy(piece):
                     continue
-                if self.copied_bytes + nbytes > self._budget_bytes:
+                memory = self._memory(nbytes)
+                if memory is None:
                     return end
                 if source.was_changed:
-                    return 0, 0  # the thread that writes will say so
-                try:
-                    memory = self._fresh.memory(nbytes)
-                except PenstockError:  # there is none: as if no more were allowed
-                    return end
+                    return 0, 0  # the thread that writes will report it
                 copy = source.copied(piece, memory)
                 self.copied_bytes += nbytes
                 with self._changed:
                     source.take(piece, copy)
         return 0, 0
+
+    def _memory(self, nbytes: int) -> torch.Tensor | None:
+        """Return memory for a copy, which is freed when the tensor dies; None if there is no more."""
+        copies = self._copies
+        if copies is None or copies.account.free_bytes < nbytes + BUFFERS_BYTES:
+            return None  # the thread that writes needs the rest
+        try:
+            block = copies.allocate(nbytes, alignment=_ALIGNMENT_BYTES)
+        except PenstockError:
+            return None
+        return None if block is None else torch.from_numpy(block.lend(0, nbytes))
+
+    def _end(self) -> None:
+        """Nothing is read any more."""
+        with self._changed:
+            self._over = True
+            self._all = []
+            self._changed.notify_all()
+        if self._copies is not None:
+            self._copies.close()
 
     # -- for the thread that writes -------------------------------------------------------------------
 
@@ -297,11 +318,7 @@ class Saving:
             self._error = error.with_traceback(None)
             if not threading.main_thread().is_alive():  # the program ends: nobody will ask
                 warnings.warn(failure_told(error), PenstockWarning, stacklevel=2)
-        with self._changed:
-            self._over = True
-            self._all = []
-            self._fresh = Fresh()
-            self._changed.notify_all()
+        self._end()
 
     def _before_step(self, *_: Any) -> None:
         self.before_update()

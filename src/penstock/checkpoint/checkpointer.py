@@ -108,40 +108,30 @@ _OWN_BYTES: Final = 6 * MIB
 """Stacks of threads, the manifest, and what Python has of both: 2.6 MiB, of a state of 1.3 GB."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaveBuffers:
-    """The memory of one save, divided.
+def shares_of(memory_bytes: int, block_bytes: int) -> tuple[int, int]:
+    """Divide the memory of a save in the background between buffers and copies.
 
-    Attributes:
-        buffers_bytes: For blocks on their way.
-        copies_bytes: For copies of what is about to change.
+    Buffers get as much as in any save, three quarters at most, at least three blocks. More would keep the
+    device no busier, and copies spare the optimizer a wait.
+
+    Args:
+        memory_bytes: Memory that a save may take.
+        block_bytes: Length of a block.
+
+    Returns:
+        Bytes for blocks in flight, and for copies of what is about to change.
+
+    Raises:
+        ConfigError: The memory is too little.
     """
-
-    buffers_bytes: int
-    copies_bytes: int
-
-    @classmethod
-    def within(cls, memory_bytes: int, block_bytes: int) -> SaveBuffers:
-        """Divide what there is: buffers as for any save, three quarters at most, at least three blocks.
-
-        More buffers would keep the device no busier, and copies spare the optimizer a wait.
-
-        Args:
-            memory_bytes: All that may be taken.
-            block_bytes: How long a block is.
-
-        Raises:
-            ConfigError: It is too little.
-        """
-        rest = memory_bytes - _OWN_BYTES
-        buffers = count_within(min(BUFFERS_BYTES, rest * 3 // 4), block_bytes) * block_bytes
-        if rest < buffers:
-            least = _OWN_BYTES + buffers
-            raise ConfigError(
-                f"memory={format_bytes(memory_bytes)} does not do for a save: it takes"
-                f" {format_bytes(least)} at least"
-            )
-        return cls(buffers_bytes=buffers, copies_bytes=rest - buffers)
+    rest = memory_bytes - _OWN_BYTES
+    buffers = count_within(min(BUFFERS_BYTES, rest * 3 // 4), block_bytes) * block_bytes
+    if rest < buffers:
+        raise ConfigError(
+            f"memory={format_bytes(memory_bytes)} is too little for a save, which takes"
+            f" {format_bytes(_OWN_BYTES + buffers)} at least"
+        )
+    return buffers, rest - buffers
 
 
 @dataclass(slots=True)
@@ -227,7 +217,9 @@ class Checkpointer:
         self._incremental = incremental
         self._encoder = None if codec is None else Encoder(codec)
         self._store = CheckpointStore() if store is None else store
-        self._room = SaveBuffers.within(parse_bytes(memory, what="memory"), self._store.block_bytes)
+        self._buffers_bytes, self._copies_bytes = shares_of(
+            parse_bytes(memory, what="memory"), self._store.block_bytes
+        )
         self._reuse = reuse and not incremental
         self._clock = clock
         self._saving: tuple[Saving, float] | None = None  # and what its stall was when it had begun
@@ -331,7 +323,7 @@ class Checkpointer:
                 encoder=self._encoder,
                 watcher=watcher,
                 regions=regions,
-                buffers_bytes=BUFFERS_BYTES if watcher is None else self._room.buffers_bytes,
+                buffers_bytes=BUFFERS_BYTES if watcher is None else self._buffers_bytes,
                 reuse=self._reuse,
             )
 
@@ -440,7 +432,7 @@ class Checkpointer:
             write,
             steady=steady_in(optimizers, [*tensors_in(private), *frozen_in(state)]),
             optimizers=optimizers,
-            budget_bytes=self._room.copies_bytes,
+            copies_bytes=self._copies_bytes,
         )
         saving.stall_s += prepared_s
         self._saving = saving, saving.stall_s

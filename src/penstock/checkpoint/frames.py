@@ -7,7 +7,6 @@ that what a reader allocates for a tensor is in proportion to what the file has 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -16,15 +15,14 @@ import numpy as np
 from penstock.checkpoint.manifest import CODECS, FRAME_BYTES, LEAST_PART, TensorEntry
 from penstock.checkpoint.regions import Region, region_of
 from penstock.codec import registry
-from penstock.codec.base import HEADER_BYTES, Bytes
+from penstock.codec.base import HEADER_BYTES, Bytes, frame_bytes
 from penstock.core.errors import CodecError, ConfigError
+from penstock.io.mapping import memory_at
 
 ALIGNMENT_BYTES: Final = 64
 """Multiple to which each tensor is padded in its file, so that the next is aligned."""
 _SMALL_BYTES: Final = 4096
 """Shorter tensors stay as they are, for others to read."""
-_LENGTH: Final = slice(16, 24)
-"""Bytes of a frame's header that hold the length of its payload."""
 
 
 class Encoder:
@@ -109,7 +107,7 @@ class Decoding(Region):
         """Take the bytes ``[start, stop)`` of the frames, and decode those that are whole now."""
         assert start == self._next, "blocks come in order"
         self._next = stop
-        data = _memory(address, stop - start)
+        data = memory_at(address, stop - start)
         if not self._frame.size:
             self._frame = np.empty(HEADER_BYTES + FRAME_BYTES, np.uint8)
             self._piece = np.empty(min(FRAME_BYTES, self._all_bytes), np.uint8)
@@ -139,7 +137,7 @@ class Decoding(Region):
         if self._held < HEADER_BYTES:
             return HEADER_BYTES
         piece = self._piece_bytes()
-        length = HEADER_BYTES + int.from_bytes(self._frame[_LENGTH].tobytes(), "little")
+        length = frame_bytes(self._frame)
         if length > HEADER_BYTES + piece:
             raise CodecError(f"a frame of {length} bytes for {piece}")
         return max(length, _least_bytes(piece))
@@ -167,7 +165,3 @@ def stored_in(entry: TensorEntry, target: Any) -> Region:
 
 def _least_bytes(piece_bytes: int) -> int:
     return -(-piece_bytes // LEAST_PART)
-
-
-def _memory(address: int, nbytes: int) -> Bytes:
-    return np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(address))

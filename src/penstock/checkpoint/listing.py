@@ -12,7 +12,7 @@ from typing import Final
 from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import Manifest
 from penstock.checkpoint.reader import OpenCheckpoint
-from penstock.checkpoint.staging import SPARE, held_bytes, is_there
+from penstock.checkpoint.staging import SPARE, has_spare, held_bytes
 from penstock.checkpoint.values import Json
 from penstock.core.errors import CheckpointError, PenstockError, TransferError
 from penstock.core.files import absolute_path
@@ -76,7 +76,7 @@ def spare_bytes(directory: str | os.PathLike[str]) -> int:
     Raises TransferError.
     """
     with Disk().open(absolute_path(directory, "the directory of checkpoints")) as root:
-        if not is_there(root):
+        if not has_spare(root):
             return 0
         try:
             spare = Disk().open_in(root, SPARE)

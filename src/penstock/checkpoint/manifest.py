@@ -59,6 +59,10 @@ class FileEntry:
     nbytes: int
     sums: tuple[str, ...]
 
+    def has(self, index: int, checksum: str) -> bool:
+        """Return whether a block, by its number, has this checksum."""
+        return index < len(self.sums) and self.sums[index] == checksum
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:

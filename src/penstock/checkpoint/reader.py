@@ -113,7 +113,7 @@ class OpenCheckpoint:
             if not keep_open:
                 self._close_before(index)  # blocks come in order: nothing of those is on its way
             entry = self.manifest.files[index]
-            if digest(address, wanted.nbytes) != entry.sums[wanted.offset // size]:
+            if not entry.has(wanted.offset // size, digest(address, wanted.nbytes)):
                 raise self._damaged(wanted, _OTHERS.format("their checksum differs"), targets)
             end = wanted.offset + wanted.nbytes
             try:

@@ -78,7 +78,7 @@ def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | 
     hidden_name = hidden_name_of(name)
     is_spare = is_new = False
     while True:
-        is_spare = spare is not None and take(disk, parent, hidden_name)
+        is_spare = spare is not None and take_spare(disk, parent, hidden_name)
         is_new = not is_spare and disk.make_directory(parent, hidden_name)
         try:
             hidden = disk.open_in(parent, hidden_name)
@@ -101,7 +101,7 @@ def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | 
     with hidden:
         try:
             if is_spare and spare is not None:
-                sort_out(disk, parent, hidden, spare)
+                keep_files(disk, parent, hidden, spare)
             elif not is_new:
                 disk.sync(parent)
                 disk.clear(hidden)
@@ -234,16 +234,19 @@ _UNIT_BYTES: Final = 512
 """In which the system counts a file's space."""
 
 
-def is_there(parent: Directory) -> bool:
+def has_spare(parent: Directory) -> bool:
     """Return whether a directory has a spare."""
     return os.path.lexists(parent.join(SPARE))
 
 
 def retire(disk: Disk, parent: Directory, name: str) -> bool:
-    """Make the spare of a checkpoint; False: there is one, or it is none. Raises TransferError."""
+    """Make a checkpoint the spare; return False if there is one, or it is no checkpoint.
+
+    Raises TransferError.
+    """
     path = parent.join(name)
     if (
-        is_there(parent)
+        has_spare(parent)
         or os.path.islink(path)
         or not os.path.isfile(os.path.join(path, FILE_NAME))
     ):
@@ -252,15 +255,15 @@ def retire(disk: Disk, parent: Directory, name: str) -> bool:
     return True
 
 
-def take(disk: Disk, parent: Directory, name: str) -> bool:
-    """Call the spare by another name; False: there is none, or something has that name."""
-    if not is_there(parent) or os.path.lexists(parent.join(name)):
+def take_spare(disk: Disk, parent: Directory, name: str) -> bool:
+    """Rename the spare; return False if there is none, or if something has that name."""
+    if not has_spare(parent) or os.path.lexists(parent.join(name)):
         return False
     disk.rename(parent, SPARE, name)
     return True
 
 
-def sort_out(disk: Disk, parent: Directory, hidden: Directory, wanted: Collection[str]) -> None:
+def keep_files(disk: Disk, parent: Directory, hidden: Directory, wanted: Collection[str]) -> None:
     """Leave in what was the spare nothing but files of some names, once its name is on the device.
 
     Raises TransferError.

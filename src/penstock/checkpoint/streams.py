@@ -128,9 +128,10 @@ class Buffers:
         if block is None:
             self.count = self._made = self._made - 1
             if self.count < _LEAST_BUFFERS:
-                missing = (_LEAST_BUFFERS - self.count) * self.block_bytes
-                what = f"{_LEAST_BUFFERS} buffers of a checkpoint"
-                raise self._arena.account.refusal(missing, what, "give other uses of it less")
+                missing = _LEAST_BUFFERS - self.count
+                what = f"{missing} of the {_LEAST_BUFFERS} buffers that a checkpoint needs"
+                advice = "give other uses of it less"
+                raise self._arena.account.refusal(missing * self.block_bytes, what, advice)
         return block
 
     def _make(self) -> Block | None:
@@ -189,21 +190,25 @@ def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 class BlockWrites(TransferWindow[Block]):
-    """Blocks that are being written to files. Not thread-safe."""
+    """Blocks that are being written to files. Not thread-safe.
+
+    Attributes:
+        buffers: Memory of the blocks.
+    """
 
     def __init__(self, buffers: Buffers) -> None:
         """Write nothing yet."""
         super().__init__(release=buffers.give)
-        self._buffers = buffers
+        self.buffers = buffers
 
-    def room(self) -> Block:
+    def take_block(self) -> Block:
         """Return a block to fill, waiting for the oldest in flight if none is free.
 
         Raises:
             TransferError: The oldest could not be written.
         """
-        block = self.take(self._buffers.take)
-        return self._buffers.need() if block is None else block
+        block = self.take(self.buffers.take)
+        return self.buffers.need() if block is None else block
 
     def send(self, file: DirectFile, offset: int, nbytes: int, block: Block) -> None:
         """Begin to write a block; zeros fill it up to the granule of the file."""
@@ -212,14 +217,10 @@ class BlockWrites(TransferWindow[Block]):
             ctypes.memset(block.address + nbytes, 0, padding)
         self.begin(
             block,
-            lambda priority: self._buffers.move(
+            lambda priority: self.buffers.move(
                 "write", file, offset, nbytes, block, priority=priority
             ),
         )
-
-    def give(self, block: Block) -> None:
-        """Free a block that is not sent."""
-        self._buffers.give(block)
 
 
 def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> str:

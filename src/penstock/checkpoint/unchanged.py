@@ -80,7 +80,7 @@ def _plain(
     if entry.nbytes != plan.nbytes:
         return {}
     size = manifest.block_bytes
-    same = _same_blocks(plan, prepared.leaves, entry.sums, size)
+    same = _same_blocks(plan, prepared.leaves, entry, size)
     members = {index: prepared.entries[index] for index in plan.leaves}
     return {
         index: each
@@ -96,7 +96,7 @@ def _encoded(
     regions = plan.regions(prepared.leaves)
     body = EncodedBody(plan, prepared.leaves, regions, Encoder(codec))
     with Buffers(manifest.block_bytes) as buffers:
-        if not agrees(body, BlockWrites(buffers), manifest.block_bytes, entry):
+        if not agrees(body, BlockWrites(buffers), entry):
             return {}
     entries = list(prepared.entries)
     body.enter(entries)
@@ -104,7 +104,7 @@ def _encoded(
 
 
 def _same_blocks(
-    plan: FilePlan, leaves: Sequence[Leaf], sums: Sequence[str], block_bytes: int
+    plan: FilePlan, leaves: Sequence[Leaf], entry: FileEntry, block_bytes: int
 ) -> list[bool]:
     regions = plan.regions(leaves)
     starts = [start for start, _ in regions]
@@ -112,9 +112,10 @@ def _same_blocks(
     with Buffers(block_bytes) as buffers:
         block = buffers.take()
         assert block is not None
-        for offset, known in zip(blocks_of(plan.nbytes, block_bytes), sums, strict=True):
+        for index, offset in enumerate(blocks_of(plan.nbytes, block_bytes)):
             end = min(offset + block_bytes, plan.nbytes)
-            same.append(fill(regions, starts, offset, end, block.address) == known)
+            checksum = fill(regions, starts, offset, end, block.address)
+            same.append(entry.has(index, checksum))
         buffers.give(block)
     return same
 

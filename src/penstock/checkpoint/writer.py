@@ -1,11 +1,11 @@
 """Data files, written while their checksums are computed; blocks that the base has are not written.
 
-A file with encoded tensors has a header that is known last: its blocks fill as bytes come, and the first
-of them waits.
+The header of a file with encoded tensors is known last: its blocks fill as bytes come, and the first of
+them is kept until then.
 
 [Note: unchanged blocks]
     With a base, the blocks of a file are compared with those of the base's file of that name, by checksum
-    and length, before anything is written: 128 bits that agree by accident are less likely than any fault
+    and length, before anything is written: 128 bits that match by accident are less likely than any fault
     of the device. A file all of whose blocks agree is linked, not written. One that differs somewhere is
     written whole; where the file system can share data between files (XFS, btrfs), only its blocks that
     differ are. A linked file that is damaged later is damaged in all checkpoints that have it.
@@ -38,11 +38,11 @@ from penstock.store.window import TransferWindow
 
 
 class FileSpan(NamedTuple):
-    """A stretch of a file, valid until the next one is asked for.
+    """A stretch of a file, valid until the next one is made.
 
     Attributes:
-        address: Where it is in memory.
-        nbytes: How long it is.
+        address: Its address in memory.
+        nbytes: Its length.
         read_end: Bytes of the plain file before this are not read any more.
     """
 
@@ -52,11 +52,11 @@ class FileSpan(NamedTuple):
 
 
 class EncodedBody:
-    """Body of a file, then its header: lengths are known only afterwards.
+    """Content of a file with encoded tensors: its body, then its header, as lengths are known last.
 
     Attributes:
-        header_bytes: What the header takes, whatever comes.
-        most_bytes: The longest that the file can be.
+        header_bytes: Length of the header, whatever the lengths of the tensors.
+        most_bytes: Greatest length of the file.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class EncodedBody:
         regions: Sequence[tuple[int, Region]],
         encoder: Encoder,
     ) -> None:
-        """Make nothing yet.
+        """Encode nothing yet.
 
         Args:
             plan: The file as it would be without a codec.
-            leaves: All of the state's.
-            regions: What is in that file, the header first.
+            leaves: All tensors of the state.
+            regions: Contents of that file, the header first.
             encoder: Makes frames.
         """
         self._places: dict[int, tuple[int, int]] = {}
@@ -99,19 +99,19 @@ class EncodedBody:
         )
 
     def spans(self) -> Iterator[FileSpan]:
-        """All of it but the header, in order. Raises CheckpointError if a tensor was changed."""
+        """Yield the body in order. Raises CheckpointError if a tensor was changed."""
         offset = self.header_bytes
         for index, number in enumerate(self._numbers):
             begin = offset
             start, region = self._regions[index]
             if region is not None:
-                for memory, end in self._made(index, region):
+                for memory, end in self._frames(index, region):
                     offset += memory.size
                     yield FileSpan(memory.ctypes.data, memory.size, start + end)
             self._places[number] = begin, offset - begin if self._pays[index] else 0
 
     def enter(self, entries: list[TensorEntry]) -> None:
-        """Say where its tensors are, in what a manifest says of all; when all spans were made."""
+        """Set the places of its tensors in the entries of a manifest; call it after all spans."""
         for number, (offset, stored) in self._places.items():
             entry = replace(entries[number], offset_bytes=offset)
             if stored:
@@ -119,7 +119,7 @@ class EncodedBody:
             entries[number] = entry
 
     def header(self) -> bytes:
-        """The header; call it when all spans were made."""
+        """Return the header; call it after all spans."""
         encoded = {
             leaf.name: self._places[number][1]
             for number, leaf in zip(self._numbers, self._leaves, strict=True)
@@ -127,7 +127,7 @@ class EncodedBody:
         }
         return header_of(self._leaves, encoded, self.header_bytes)
 
-    def _made(self, index: int, region: Region) -> Iterator[tuple[Bytes, int]]:
+    def _frames(self, index: int, region: Region) -> Iterator[tuple[Bytes, int]]:
         if self._pays[index]:
             return self._encoder.frames(region, name_of(self._leaves[index].tensor.dtype))
         return _pieces(region)
@@ -138,7 +138,7 @@ def _most_bytes(nbytes: int) -> int:
 
 
 def _pieces(region: Region) -> Iterator[tuple[Bytes, int]]:
-    """A tensor's bytes as they are, piece by piece, and where each ends."""
+    """Yield a tensor's bytes as they are, piece by piece, and the end of each."""
     memory = np.empty(min(FRAME_BYTES, region.nbytes), np.uint8)
     for start in range(0, region.nbytes, FRAME_BYTES):
         stop = min(start + FRAME_BYTES, region.nbytes)
@@ -146,124 +146,172 @@ def _pieces(region: Region) -> Iterator[tuple[Bytes, int]]:
         yield memory[: stop - start], stop
 
 
-class Blocks:
-    """Blocks of a file that fill as bytes come. The first is kept until the header is known.
+class FileBlocks:
+    """Blocks of one file: their checksums are noted and compared with the base's, and they are written.
 
     Attributes:
-        nbytes: How long the file is so far.
-        differs: Whether a block is not as in the base.
+        file: The file; None as long as blocks are only compared.
+        shares_base: Blocks that are as in the base are in the file already.
+        written_bytes: Bytes that were sent to the file.
+    """
+
+    def __init__(self, out: BlockWrites, name: str, base: FileEntry | None) -> None:
+        """Begin without a block.
+
+        Args:
+            out: Writes blocks, and has the memory for them.
+            name: Name of the file.
+            base: File of the base that the blocks are compared with.
+        """
+        self.file: DirectFile | None = None
+        self.shares_base = False
+        self.written_bytes = 0
+        self.block_bytes = out.buffers.block_bytes
+        self._out = out
+        self._name = name
+        self._base = base
+        self._sums: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        """Return the number of blocks with a checksum."""
+        return len(self._sums)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Checksums of all blocks, in order."""
+        return tuple(self._sums[index] for index in range(len(self._sums)))
+
+    def take(self) -> Block:
+        """Return a block to fill. Raises TransferError if an earlier one could not be written."""
+        return self._out.take_block()
+
+    def free(self, block: Block) -> None:
+        """Free a block that is not put."""
+        self._out.buffers.give(block)
+
+    def put(self, index: int, nbytes: int, block: Block, checksum: str) -> bool:
+        """Note a block's checksum, then write the block, or free it if the file has its bytes already.
+
+        Args:
+            index: Number of the block in the file.
+            nbytes: Length of the block.
+            block: Its memory, which is freed when it is written.
+            checksum: Its checksum.
+
+        Returns:
+            Whether the base has the same bytes there.
+
+        Raises:
+            CheckpointError: Its checksum was another one when it was compared.
+        """
+        is_same = self._base is not None and self._base.has(index, checksum)
+        if self._sums.setdefault(index, checksum) != checksum:
+            self.free(block)
+            raise CheckpointError(
+                f"a tensor in {self._name!r} was changed while it was saved; save between two steps, or"
+                " with wait=False and the optimizers that change it"
+            )
+        if self.file is None or (is_same and self.shares_base):
+            self.free(block)
+        else:
+            self.written_bytes += nbytes
+            self._out.send(self.file, index * self.block_bytes, nbytes, block)
+        return is_same
+
+
+class _StreamedBlocks(FileBlocks):
+    """Blocks that fill as bytes come. The first is kept until the header is known.
+
+    Attributes:
+        nbytes: Length of the file so far.
+        differs: A block is not as in the base.
     """
 
     def __init__(
-        self,
-        out: BlockWrites,
-        block_bytes: int,
-        header_bytes: int,
-        file: DirectFile | None,
-        base: FileEntry | None,
+        self, out: BlockWrites, name: str, base: FileEntry | None, header_bytes: int
     ) -> None:
-        """Begin behind the header.
-
-        Args:
-            out: Takes blocks to the device.
-            block_bytes: How long they are.
-            header_bytes: How long the header is.
-            file: Where they go; None: nowhere, they are compared.
-            base: What they are compared with.
-        """
+        """Begin behind the header, of ``header_bytes``."""
+        super().__init__(out, name, base)
         self.nbytes = header_bytes
         self.differs = False
-        self._out = out
-        self._size = block_bytes
-        self._first = header_bytes // block_bytes
-        self._file = file
-        self._known = () if base is None else base.sums
-        self._sums: dict[int, str] = {}
+        self._first = header_bytes // self.block_bytes
         self._block: Block | None = None
         self._kept: Block | None = None
 
-    def put(self, address: int, nbytes: int) -> None:
+    def append(self, address: int, nbytes: int) -> None:
         """Add bytes. Raises TransferError."""
         while nbytes:
             if self._block is None:
-                self._block = self._out.room()
-            at = self.nbytes % self._size
-            count = min(nbytes, self._size - at)
+                self._block = self.take()
+            at = self.nbytes % self.block_bytes
+            count = min(nbytes, self.block_bytes - at)
             ctypes.memmove(self._block.address + at, address, count)
             self.nbytes += count
             address += count
             nbytes -= count
-            if self.nbytes % self._size == 0:
-                self._close()
+            if self.nbytes % self.block_bytes == 0:
+                self._end_block()
 
-    def end(self, header: bytes) -> tuple[str, ...]:
-        """The checksums of all blocks; those with the header are the last to be written."""
+    def end(self, header: bytes) -> None:
+        """Add the last block, and those with the header."""
         if self._block is not None:
-            self._close()
-        for index, begin in enumerate(range(0, len(header), self._size)):
-            part = header[begin : begin + self._size]
+            self._end_block()
+        for index, begin in enumerate(range(0, len(header), self.block_bytes)):
+            part = header[begin : begin + self.block_bytes]
             block = None
             if index == self._first:
                 block, self._kept = self._kept, None
             if block is None:
-                block = self._out.room()
+                block = self.take()
             ctypes.memmove(block.address, part, len(part))
-            self._send(index, block)
+            self._put(index, block)
         block, self._kept = self._kept, None
         if block is not None:  # the header ends where a block does
-            self._send(self._first, block)
-        return tuple(self._sums[index] for index in range(len(self._sums)))
+            self._put(self._first, block)
 
-    def give_back(self) -> None:
-        """Free the buffer of a block that was not sent."""
+    def close(self) -> None:
+        """Free the memory of blocks that were not put. Idempotent."""
         for block in (self._block, self._kept):
             if block is not None:
-                self._out.give(block)
+                self.free(block)
         self._block = self._kept = None
 
-    def _close(self) -> None:
+    def _end_block(self) -> None:
         block, self._block = self._block, None
         assert block is not None
-        index = (self.nbytes - 1) // self._size
+        index = (self.nbytes - 1) // self.block_bytes
         if index == self._first:
             self._kept = block
         else:
-            self._send(index, block)
+            self._put(index, block)
 
-    def _send(self, index: int, block: Block) -> None:
-        begin = index * self._size
-        nbytes = min(self._size, self.nbytes - begin)
-        found = self._sums[index] = digest(block.address, nbytes)
-        if self._file is not None:
-            self._out.send(self._file, begin, nbytes, block)
-            return
-        self._out.give(block)
-        self.differs |= index >= len(self._known) or self._known[index] != found
+    def _put(self, index: int, block: Block) -> None:
+        nbytes = min(self.block_bytes, self.nbytes - index * self.block_bytes)
+        self.differs |= not self.put(index, nbytes, block, digest(block.address, nbytes))
 
 
-def agrees(body: EncodedBody, out: BlockWrites, block_bytes: int, known: FileEntry) -> bool:
+def agrees(body: EncodedBody, out: BlockWrites, known: FileEntry) -> bool:
     """Return whether a file with encoded tensors is known, by its checksums; nothing is written.
 
     Args:
-        body: What is in it.
-        out: Has blocks; nothing is sent.
-        block_bytes: How long they are.
-        known: The file.
+        body: Content of the file.
+        out: Has the memory for blocks.
+        known: The known file.
     """
-    blocks = Blocks(out, block_bytes, body.header_bytes, None, known)
+    blocks = _StreamedBlocks(out, known.name, known, body.header_bytes)
     try:
         for span in body.spans():
-            blocks.put(span.address, span.nbytes)
+            blocks.append(span.address, span.nbytes)
             if blocks.differs:
                 return False
-        sums = blocks.end(body.header())
+        blocks.end(body.header())
     finally:
-        blocks.give_back()
-    return (blocks.nbytes, sums) == (known.nbytes, known.sums)
+        blocks.close()
+    return (blocks.nbytes, blocks.sums) == (known.nbytes, known.sums)
 
 
 _MOST_OPEN: Final = 64
-"""Files are waited for together at the end, for then a journal is written once. Not all can be open."""
+"""Most files that are open. All are synced at the end, as a journal is written once then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,7 +331,7 @@ class Base:
         return next((each for each in self.manifest.files if each.name == name), None)
 
     def file(self, name: str) -> DirectFile | None:
-        """Its file of that name, open; None if that cannot be."""
+        """Open its file of that name; return None if that is not possible."""
         try:
             return open_at(self.directory.fd, name, "r", path=self.directory.join(name))
         except TransferError:
@@ -297,10 +345,10 @@ class Watcher(Protocol):
         """Note that writes go through a window from now on."""
 
     def released(self, file: int, end: int) -> None:
-        """Of a file, by its number, the bytes before ``end`` are not read any more."""
+        """Note that the bytes before ``end`` of a file, by its number, are not read any more."""
 
 
-class _Nobody:
+class _NoWatcher:
     def begins(self, window: TransferWindow[Any]) -> None:
         pass
 
@@ -312,9 +360,9 @@ class FilesWriter:
     """Writes data files into a directory. Not thread-safe; ``abandon`` it if anything raises.
 
     Attributes:
-        entries: What was written, complete after ``finish``.
-        written_bytes: What went to the device.
-        reused_bytes: What of it went to space that a retired checkpoint had.
+        entries: Entries of the files, complete after ``finish``.
+        written_bytes: Bytes that went to the device.
+        reused_bytes: Those of them that went to space of a retired checkpoint.
     """
 
     def __init__(
@@ -330,12 +378,12 @@ class FilesWriter:
         """Begin with no file.
 
         Args:
-            disk: The operating system's.
-            directory: Where.
-            buffers: Of the length of the blocks.
+            disk: Changes the directory.
+            directory: The directory.
+            buffers: Memory for blocks, which have the length of the checkpoint's blocks.
             base: An earlier checkpoint.
             watcher: Observer of the writes.
-            spare: Files that are there to be written over.
+            spare: Names of files in the directory that may be overwritten.
         """
         self.entries: list[FileEntry] = []
         self.written_bytes = self.reused_bytes = 0
@@ -344,72 +392,105 @@ class FilesWriter:
         self._disk = disk
         self._directory = directory
         self._out = BlockWrites(buffers)
-        self._block_bytes = buffers.block_bytes
         self._base = base
-        self._watcher: Watcher = _Nobody() if watcher is None else watcher
+        self._watcher: Watcher = _NoWatcher() if watcher is None else watcher
         self._watcher.begins(self._out)
-        self._open: list[_Open] = []
+        self._open: list[_OpenFile] = []
         self._early: dict[str, DirectFile] = {}
 
     def expect(self, name: str, nbytes: int) -> None:
-        """Make a file early, while nothing is on its way: a journal is slow beside many writes.
+        """Create a file early, while nothing is in flight: a journal is slow beside many writes.
 
         Raises TransferError, or NoSpaceError.
         """
         if self._base is None and len(self._early) < _MOST_OPEN:
-            self._early[name] = self._make(name, nbytes)
-
-    def make(self, name: str, nbytes: int) -> DirectFile:
-        """A new file, a spare one, or the one that was made early. Raises TransferError."""
-        early = self._early.pop(name, None)
-        return self._make(name, nbytes) if early is None else early
-
-    def _make(self, name: str, nbytes: int) -> DirectFile:
-        file = self._disk.reuse(self._directory, name, nbytes) if name in self._spare else None
-        if file is None:
-            return self._disk.create(self._directory, name, nbytes)
-        self._reused.add(name)
-        return file
+            self._early[name] = self._create(name, nbytes)
 
     def add(self, name: str, nbytes: int, regions: Regions) -> FileEntry:
-        """Write a file; it is on the device after ``finish`` only.
+        """Write a file; it is on the device only after ``finish``.
 
         Args:
-            name: Of the file.
+            name: Name of the file.
             nbytes: Its length.
-            regions: What is in it, without a gap.
+            regions: Its contents, without a gap.
 
         Raises:
-            TransferError: It cannot be made or written.
-            CheckpointError: A tensor changed meanwhile.
+            TransferError: It cannot be created or written.
+            CheckpointError: A tensor was changed meanwhile.
         """
-        base = None if self._base is None else self._base.entry(name)
+        base = self._base_entry(name)
         if base is not None and base.nbytes != nbytes:
             base = None
-        file = _File(self, name, nbytes, regions, base)
-        return self._added(FileEntry(name=name, nbytes=nbytes, sums=tuple(file.write())))
+        blocks = FileBlocks(self._out, name, base)
+        number = len(self.entries)
+        if base is None:
+            blocks.file = self.make(name, nbytes)
+        starts = [start for start, _ in regions]
+
+        def put(index: int) -> bool:
+            begin = index * blocks.block_bytes
+            end = min(begin + blocks.block_bytes, nbytes)
+            block = blocks.take()
+            try:
+                checksum = fill(regions, starts, begin, end, block.address)
+            except BaseException:
+                blocks.free(block)
+                raise
+            return blocks.put(index, end - begin, block, checksum)
+
+        def make(compared: int) -> None:
+            """Make the file, and write the blocks that were compared, unless it shares them."""
+            blocks.file = self.make(name, nbytes)
+            blocks.shares_base = self._clone(name, nbytes, blocks.file)
+            for index in () if blocks.shares_base else range(compared):
+                put(index)
+
+        for index, begin in enumerate(blocks_of(nbytes, blocks.block_bytes)):
+            if not put(index) and blocks.file is None:
+                make(index)
+                put(index)
+            if blocks.file is not None:
+                self._watcher.released(number, min(begin + blocks.block_bytes, nbytes))
+        if blocks.file is None and not self.link(name, nbytes):
+            make(len(blocks))
+        self._watcher.released(number, nbytes)
+        return self._added(FileEntry(name=name, nbytes=nbytes, sums=blocks.sums), blocks)
 
     def add_encoded(self, name: str, plain_bytes: int, body: EncodedBody) -> FileEntry:
         """Write a file with encoded tensors, as ``add``.
 
         Args:
-            name: Of the file.
-            plain_bytes: How long it would be without a codec.
-            body: What is in it.
+            name: Name of the file.
+            plain_bytes: Its length without a codec.
+            body: Its content.
         """
-        base = None if self._base is None else self._base.entry(name)
-        return self._added(_Encoded(self, name, plain_bytes, body).write(base))
+        base, number = self._base_entry(name), len(self.entries)
+        if base is not None and agrees(body, self._out, base) and self.link(name, base.nbytes):
+            self._watcher.released(number, plain_bytes)
+            return self._added(base)
+        blocks = _StreamedBlocks(self._out, name, None, body.header_bytes)
+        blocks.file = self.make(name, body.most_bytes)
+        try:
+            for span in body.spans():
+                blocks.append(span.address, span.nbytes)
+                self._watcher.released(number, span.read_end)
+            blocks.end(body.header())
+        finally:
+            blocks.close()
+        self._open[-1].nbytes = blocks.nbytes
+        self._watcher.released(number, plain_bytes)
+        entry = FileEntry(name=name, nbytes=blocks.nbytes, sums=blocks.sums)
+        return self._added(entry, blocks)
 
-    def _added(self, entry: FileEntry) -> FileEntry:
-        self.entries.append(entry)
-        if entry.name in self._reused:
-            self.reused_bytes += entry.nbytes
-        while len(self._open) > _MOST_OPEN:
-            self._finish_oldest()
-        return entry
+    def make(self, name: str, nbytes: int) -> DirectFile:
+        """Return a new file, a spare one, or the one that was created early. Raises TransferError."""
+        early = self._early.pop(name, None)
+        file = self._create(name, nbytes) if early is None else early
+        self._open.append(_OpenFile(file, nbytes))
+        return file
 
-    def linked(self, name: str, nbytes: int) -> bool:
-        """Return whether the base's file of that name, of that length, could be had here as well."""
+    def link(self, name: str, nbytes: int) -> bool:
+        """Link the base's file of that name and length; return False if that is not possible."""
         assert self._base is not None
         source = self._base.file(name)
         if source is None:
@@ -421,8 +502,9 @@ class FilesWriter:
     def finish(self, also: Callable[[], None] | None = None) -> None:
         """Wait until all files are on the device. Raises TransferError.
 
-        The system waits for all at once, for then a journal and a device's cache are flushed once and not
-        for each: so what ``also`` waits for is waited for beside them, in another thread.
+        Args:
+            also: Another wait, which runs beside those for the files, in a thread of its own: a journal
+                and a device's cache are then flushed once, and not for each.
         """
         self._out.finish()
         waits: list[Callable[[], None]] = [
@@ -435,12 +517,42 @@ class FilesWriter:
             self._open.pop().file.close()
 
     def abandon(self) -> None:
-        """Leave everything as it is; nothing is on its way any more."""
+        """Cancel what is in flight and close all files, whatever is in them. Idempotent."""
         self._out.cancel()
         while self._open:
             self._open.pop().file.close()
         while self._early:
             self._early.popitem()[1].close()
+
+    def _base_entry(self, name: str) -> FileEntry | None:
+        return None if self._base is None else self._base.entry(name)
+
+    def _create(self, name: str, nbytes: int) -> DirectFile:
+        file = self._disk.reuse(self._directory, name, nbytes) if name in self._spare else None
+        if file is None:
+            return self._disk.create(self._directory, name, nbytes)
+        self._reused.add(name)
+        return file
+
+    def _clone(self, name: str, nbytes: int, file: DirectFile) -> bool:
+        """Share the data of the base's file with a file; return False where that is not possible."""
+        source = None if self._base is None else self._base.file(name)
+        if source is None:
+            return False
+        try:
+            return source.size_bytes == nbytes and self._disk.clone(source, file)
+        finally:
+            source.close()
+
+    def _added(self, entry: FileEntry, blocks: FileBlocks | None = None) -> FileEntry:
+        self.entries.append(entry)
+        if blocks is not None:
+            self.written_bytes += blocks.written_bytes
+        if entry.name in self._reused:
+            self.reused_bytes += entry.nbytes
+        while len(self._open) > _MOST_OPEN:
+            self._finish_oldest()
+        return entry
 
     def _finish_oldest(self) -> None:
         oldest = self._open[0]
@@ -451,140 +563,8 @@ class FilesWriter:
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
-    """A file on its way: it is to have this length when its blocks are written."""
+class _OpenFile:
+    """A file that is being written, and its length when all its blocks are written."""
 
     file: DirectFile
     nbytes: int
-
-
-class _File:
-    """One file on its way."""
-
-    def __init__(
-        self, writer: FilesWriter, name: str, nbytes: int, regions: Regions, base: FileEntry | None
-    ) -> None:
-        self._writer = writer
-        self._name = name
-        self._nbytes = nbytes
-        self._regions = regions
-        self._starts = [start for start, _ in regions]
-        self._base = base
-        self._number = len(writer.entries)
-        self._file: DirectFile | None = None
-        self._shares = False
-
-    def write(self) -> list[str]:
-        sums: list[str] = []
-        if self._base is None:
-            self._create()
-        for index, offset in enumerate(blocks_of(self._nbytes, self._writer._block_bytes)):
-            same = self._block(offset, index, sums)
-            if self._file is None and not same:
-                self._create()
-                if not self._shares:
-                    self._write_again(sums[:-1])
-                self._block(offset, index, sums[:-1])
-            if self._file is not None:
-                self._writer._watcher.released(self._number, self._end(offset))
-        if self._file is None:
-            self._link(sums)
-        self._writer._watcher.released(self._number, self._nbytes)
-        return sums
-
-    def _end(self, offset: int) -> int:
-        return min(offset + self._writer._block_bytes, self._nbytes)
-
-    def _block(self, offset: int, index: int, sums: list[str]) -> bool:
-        """Add a block's checksum, and write it if need be; whether it is as in the base."""
-        out, end = self._writer._out, self._end(offset)
-        block = out.room()
-        try:
-            found = fill(self._regions, self._starts, offset, end, block.address)
-        except BaseException:
-            out.give(block)
-            raise
-        sums.append(found)
-        same = self._base is not None and self._base.sums[index] == found
-        if self._file is None or (same and self._shares):
-            out.give(block)
-        else:
-            self._writer.written_bytes += end - offset
-            out.send(self._file, offset, end - offset, block)
-        return same
-
-    def _write_again(self, sums: Sequence[str]) -> None:
-        """Write the first blocks, which were only compared."""
-        again: list[str] = []
-        for index, offset in enumerate(blocks_of(self._nbytes, self._writer._block_bytes)):
-            if index == len(sums):
-                break
-            self._block(offset, index, again)
-        if again != list(sums):
-            raise CheckpointError(
-                f"a tensor in {self._name!r} was changed while it was saved; save between two steps, or"
-                " with wait=False and the optimizers that change it"
-            )
-
-    def _create(self) -> None:
-        writer = self._writer
-        file = writer.make(self._name, self._nbytes)
-        writer._open.append(_Open(file, self._nbytes))
-        self._file = file
-        self._shares = self._clone(file)
-
-    def _clone(self, file: DirectFile) -> bool:
-        writer = self._writer
-        if self._base is None or writer._base is None:
-            return False
-        source = writer._base.file(self._name)
-        if source is None:
-            return False
-        try:
-            return source.size_bytes == self._nbytes and writer._disk.clone(source, file)
-        finally:
-            source.close()
-
-    def _link(self, sums: Sequence[str]) -> None:
-        if self._writer.linked(self._name, self._nbytes):
-            return
-        self._create()
-        if not self._shares:
-            self._write_again(sums)
-
-
-class _Encoded:
-    """A file whose length and header are known only when all else in it has been made."""
-
-    def __init__(self, writer: FilesWriter, name: str, plain_bytes: int, body: EncodedBody) -> None:
-        self._writer = writer
-        self._name = name
-        self._plain_bytes = plain_bytes
-        self._body = body
-        self._number = len(writer.entries)
-
-    def write(self, base: FileEntry | None) -> FileEntry:
-        writer = self._writer
-        entry = None
-        if base is not None and agrees(self._body, writer._out, writer._block_bytes, base):
-            entry = base if writer.linked(self._name, base.nbytes) else None
-        entry = self._made() if entry is None else entry
-        writer._watcher.released(self._number, self._plain_bytes)
-        return entry
-
-    def _made(self) -> FileEntry:
-        writer = self._writer
-        opened = _Open(writer.make(self._name, self._body.most_bytes), 0)
-        writer._open.append(opened)
-        size, header_bytes = writer._block_bytes, self._body.header_bytes
-        blocks = Blocks(writer._out, size, header_bytes, opened.file, None)
-        try:
-            for span in self._body.spans():
-                blocks.put(span.address, span.nbytes)
-                writer._watcher.released(self._number, span.read_end)
-            sums = blocks.end(self._body.header())
-        finally:
-            blocks.give_back()
-        opened.nbytes = blocks.nbytes
-        writer.written_bytes += blocks.nbytes
-        return FileEntry(name=self._name, nbytes=blocks.nbytes, sums=sums)

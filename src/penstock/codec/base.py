@@ -284,6 +284,11 @@ class Header:
         return _HEADER.pack(_MAGIC, _VERSION, self.codec, code, flags, *lengths)
 
 
+def frame_bytes(header: Bytes) -> int:
+    """Return the length of a frame by the first ``HEADER_BYTES`` of it, which are not checked."""
+    return HEADER_BYTES + int(_HEADER.unpack_from(header.data)[-1])
+
+
 def read_header(frame: Bytes) -> Header:
     """Parse and check a frame's header. Raises CodecError."""
     if frame.size < HEADER_BYTES:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -106,11 +105,11 @@ class Reader:
         return self._open(0).direct
 
     def plan(self, samples: Numbers) -> ReadPlan:
-        """Which extents some samples need."""
+        """Return the extents that some samples need."""
         return plan_of(self.opened.index, samples)
 
     def start(self, plan: ReadPlan) -> Pending | None:
-        """Begin to read; None: the ring has no room now.
+        """Begin to read; return None if the ring has no room now.
 
         Raises:
             BudgetError: It never will; names the longest sample, and the least that would do.
@@ -143,7 +142,7 @@ class Reader:
         return pending.wait(policy)
 
     def renew(self) -> None:
-        """Whoever takes batches keeps them: leave them that memory, and lend no more.
+        """Leave lent memory to the batches that keep it, take new memory, and lend no more.
 
         Nothing may be under way. See [Note: lent memory] of the ring.
         """
@@ -152,7 +151,7 @@ class Reader:
             self.ring.renew()
 
     def too_small(self, plan: ReadPlan) -> BudgetError:
-        """The error that these samples do not fit."""
+        """Return the error to raise because these samples do not fit."""
         totals = np.maximum(plan.ranges.nbytes, 0).sum(axis=1)
         row = int(totals.argmax())
         room, needed = self.ring.limit_bytes, plan.total_bytes
@@ -191,12 +190,14 @@ class Reader:
             and plan.total_bytes <= self.ring.limit_bytes // LENT_PART,
         )
         if not len(plan.nbytes):
-            return Pending(self, plan, group, None, None)
+            transfer = Transfer(0)
+            transfer.settle()
+            return Pending(self, plan, group, None, transfer)
         batch = self._batch(plan.file, plan.begin, plan.nbytes, self.ring.address + offsets)
         return Pending(self, plan, group, batch, self._engine.submit_batch(batch))
 
     def _batch(self, file: Numbers, begin: Numbers, nbytes: Numbers, address: Numbers) -> ReadBatch:
-        """Long extents are cut into entries."""
+        """Return the reads of some extents; long ones are cut into entries."""
         pieces = -(-nbytes // ENTRY_BYTES)
         of = np.repeat(np.arange(len(nbytes)), pieces)
         first = np.cumsum(pieces) - pieces
@@ -216,7 +217,7 @@ class Reader:
         )
 
     def _open(self, number: int) -> DirectFile:
-        """Open a file, or have it open; one that was not used for long may close."""
+        """Return a file, opened if it is not; the one used least recently may be closed."""
         with self._lock:
             file = self._files.get(number)
             if file is None:
@@ -234,7 +235,7 @@ class Reader:
     # -- for what is pending ----------------------------------------------------------------------
 
     def _ask_again(self, plan: ReadPlan, group: SampleGroup, batch: ReadBatch) -> None:
-        """Of extents that failed, each sample by itself: one that is bad is not to take others along."""
+        """Read each sample of extents that failed by itself, so that a bad one does not fail others."""
         spans = [
             (int(batch.address[e]), int(batch.address[e] + batch.nbytes[e])) for e in batch.errors
         ]
@@ -282,7 +283,12 @@ class Reader:
 
 
 class Pending:
-    """Samples on their way."""
+    """Samples that are being read.
+
+    Attributes:
+        plan: Their extents.
+        transfer: Ends when all have arrived; settled if they have no bytes.
+    """
 
     def __init__(
         self,
@@ -290,37 +296,24 @@ class Pending:
         plan: ReadPlan,
         group: SampleGroup,
         batch: ReadBatch | None,
-        transfer: Transfer | None,
+        transfer: Transfer,
     ) -> None:
-        """For the reader."""
+        """Describe a read that has begun; for the reader."""
         self.plan = plan
+        self.transfer = transfer
         self._reader = reader
         self._group = group
         self._batch = batch
-        self._transfer = transfer
-
-    @property
-    def done(self) -> bool:
-        """Return whether all has arrived."""
-        return self._transfer is None or self._transfer.done
-
-    def when_done(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when all has arrived, in the engine's thread; at once if it has."""
-        if self._transfer is None:
-            action()
-        else:
-            self._transfer.add_done_callback(lambda _: action())
 
     def urge(self) -> None:
-        """The training waits for it: from now on it goes before all that nobody waits for."""
-        if self._transfer is not None:
-            self._transfer.promote(Priority.DEMAND)
+        """Raise the priority of the read to that of a demand, because training waits for it."""
+        self.transfer.promote(Priority.DEMAND)
 
     def wait(self, policy: Policy, *, urgent: bool = True) -> SampleGroup:
         """Wait until all has arrived.
 
         Args:
-            policy: What to do about a sample that cannot be read: ``raise``, or leave it in ``bad``.
+            policy: ``raise`` the error of a sample that cannot be read, or leave it in ``bad``.
             urgent: Go before all that nobody waits for.
 
         Raises:
@@ -340,16 +333,13 @@ class Pending:
         return self._group
 
     def _wait(self) -> None:
-        if self._transfer is not None and self._batch is not None:
-            self._transfer.wait()
-            if self._batch.errors:
-                self._reader._ask_again(self.plan, self._group, self._batch)
+        self.transfer.wait()
+        if self._batch is not None and self._batch.errors:
+            self._reader._ask_again(self.plan, self._group, self._batch)
         self._reader._check_sums(self._group)
 
-    def abandon(self) -> None:
-        """Nobody wants it any more: wait until memory is not written to, and give it back."""
-        if self._transfer is not None:
-            self._transfer.wait()
+    def free(self) -> None:
+        """Free the memory of samples that nobody wants any more, once the transfer has ended."""
         self._group.free()
 
 

@@ -1,8 +1,7 @@
-"""Everything in a data set, once, in the order in which it lies."""
+"""All samples of a data set, once, in the order of the file."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
@@ -12,8 +11,10 @@ from penstock.data.build import Opened
 from penstock.data.group import SampleGroup
 from penstock.data.plant import Plant
 from penstock.data.reader import Pending
+from penstock.store.window import TransferWindow
 
 _AHEAD: Final = 4
+"""Groups in flight."""
 _GROUP_BYTES: Final = 8 << 20
 MEMORY_BYTES: Final = 64 << 20
 
@@ -28,30 +29,29 @@ def scan(
         DatasetError: A file is missing.
     """
     plant = Plant(opened, memory_bytes + opened.index.nbytes, verify=verify)
-    waiting = deque[Pending]()
+    reads = TransferWindow[Pending](release=Pending.free)
     starts = _starts(opened, plant.ring.limit_bytes // (2 * _AHEAD))
     following = next(starts, None)
     try:
-        while following is not None or waiting:
-            while following is not None and len(waiting) < _AHEAD:
+        while following is not None or reads:
+            while following is not None and len(reads) < _AHEAD:
                 pending = plant.reader.start(plant.reader.plan(np.arange(*following)))
                 if pending is None:
                     break
-                waiting.append(pending)
+                reads.add(pending, pending.transfer)
                 following = next(starts, None)
-            group = waiting.popleft().wait("skip")
+            group = reads.pop().wait("skip")
             try:
                 yield group
             finally:
                 group.free()
     finally:
-        for pending in waiting:
-            pending.abandon()
+        reads.cancel()
         plant.close()
 
 
 def _starts(opened: Opened, room_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of groups of some MiB."""
+    """Yield the first sample, and the one after the last, of groups of some MiB."""
     index = opened.index
     wanted = min(_GROUP_BYTES, room_bytes)
     start = 0

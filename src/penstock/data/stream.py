@@ -1,4 +1,4 @@
-"""Batches ahead of whoever takes them: one thread plans, waits for reads, and decodes.
+"""Batches that are read and decoded ahead, by one thread, of the thread that trains.
 
 [Note: groups]
     Batches are read in *groups*, whose samples are planned together, so that neighbours are read at
@@ -8,7 +8,7 @@
 
 [Note: lumps]
     To hand over a batch costs two threads a tenth of a millisecond, in which flash delivers more than a
-    batch of a few hundred KiB. So batches that are small are decoded and handed over several at once.
+    batch of a few hundred KiB. So small batches are decoded and handed over several at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from penstock.data.extents import ReadPlan, distinct
 from penstock.data.group import SampleGroup
 from penstock.data.order import Epoch, RankBatch
 from penstock.data.reader import GROUP_PART, Pending, Policy, Reader
+from penstock.io.engine import Transfer
 from penstock.observe.clock import Clock, RealClock
+from penstock.store.window import TransferWindow
 
 GROUP_BYTES: Final = 8 << 20
 """Of a group that is no window, where there is memory enough."""
@@ -47,10 +49,10 @@ class Tally:
     skipped: int = 0
     """Samples that could not be read, and were left out."""
     last_errors: list[str] = field(default_factory=list)
-    """Of the first of them, 16 at most."""
+    """Messages of the first 16 of them."""
 
     def skip(self, error: Exception) -> None:
-        """A sample is left out."""
+        """Count a sample that is left out."""
         self.skipped += 1
         if len(self.last_errors) < 16:
             self.last_errors.append(" ".join([str(error), *getattr(error, "__notes__", ())]))
@@ -58,11 +60,11 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One batch."""
+    """One batch, decoded."""
 
     step: RankBatch
     value: Any
-    """None: no sample of it could be read."""
+    """Its contents; None if no sample of it could be read."""
     samples: int
     data_bytes: int
 
@@ -76,7 +78,7 @@ class _Fetch:
 
 
 class Stream:
-    """One pass over some steps. Taken from by one thread; closed once."""
+    """One pass over some steps. One thread takes its batches; it is closed once."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class Stream:
         self._taken = deque[Delivery]()  # what is left of one; theirs who take
         self._error: BaseException | None = None
         self._over = self._stopping = False
-        self._fetches = deque[_Fetch]()
+        self._reads = TransferWindow[_Fetch](release=lambda fetch: fetch.pending.free())
         self._next_step: RankBatch | None = next(steps, None)
         self._candidate: tuple[list[RankBatch], ReadPlan] | None = None
         self._under_way = 0
@@ -132,7 +134,7 @@ class Stream:
         self._thread.start()
 
     def take(self) -> Delivery | None:
-        """The next batch; None: there is no more. Raises what reading or decoding it raised."""
+        """Return the next batch; None if there is no more. Raises what reading or decoding it raised."""
         asked_ns = self._clock.now_ns()
         found = self._taken.popleft() if self._taken else self._take_lump()
         if found is None:
@@ -151,7 +153,7 @@ class Stream:
         return found
 
     def _take_lump(self) -> Delivery | None:
-        """Wait for one: its first batch. None: all is over."""
+        """Wait for a lump and return its first batch; None at the end."""
         with self._changed:
             while not self._ready and not self._over:
                 self._waiting = True
@@ -166,13 +168,13 @@ class Stream:
         return found
 
     def stop(self) -> None:
-        """End soon; waits for nothing."""
+        """Ask the thread to end; return at once."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End, and wait until memory is not written to any more."""
+        """End, and wait until no memory is written to any more."""
         self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -184,21 +186,20 @@ class Stream:
     def _run(self) -> None:
         try:
             self._go_on()
-            while self._fetches and not self._stopping:
-                self._deliver(self._fetches.popleft())
+            while self._reads and not self._stopping:
+                self._deliver(self._reads.pop())
                 self._go_on()
         except BaseException as error:  # noqa: BLE001  (whoever takes the next batch gets it)
             self._error = error
-        for fetch in self._fetches:
-            fetch.pending.abandon()
+        self._reads.cancel()
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
     def _go_on(self) -> None:
-        """Begin groups; if none is under way, and whoever takes batches has all the ring, in another."""
+        """Begin groups. If none is in flight and batches hold all of the ring, renew it first."""
         self._fill()
-        if self._full and not (self._fetches or self._stopping):
+        if self._full and not (self._reads or self._stopping):
             self._reader.renew()
             self._full = False
             self._fill()
@@ -249,7 +250,7 @@ class Stream:
         return len(self._taken) + sum(map(len, self._ready))
 
     def _values(self, group: SampleGroup, spans: Sequence[range]) -> list[tuple[Any, int]]:
-        """(value, samples) of each; the value is None where there is no sample."""
+        """Return value and number of samples of each; the value is None where there is no sample."""
         if not group.bad:
             values = self._assemble.batches(group, spans)
             return [
@@ -286,11 +287,11 @@ class Stream:
             self._candidate = None
 
     def _begin(self, fetch: _Fetch) -> None:
-        def arrived() -> None:
+        def arrived(_: Transfer) -> None:
             fetch.arrived_ns = self._clock.now_ns()
 
-        fetch.pending.when_done(arrived)
-        self._fetches.append(fetch)
+        fetch.pending.transfer.add_done_callback(arrived)
+        self._reads.add(fetch, fetch.pending.transfer)
         self._under_way += len(fetch.steps)
 
     def _next_group(self) -> tuple[list[RankBatch], ReadPlan] | None:
@@ -307,7 +308,7 @@ class Stream:
         return steps, plan
 
     def _next_steps(self) -> list[RankBatch]:
-        """Those of a window; or as many as are some MiB."""
+        """Return the steps of a window, or of some MiB."""
         index, ring = self._reader.opened.index, self._reader.ring
         mean = max(1, index.data_bytes // index.samples)
         edge = self._epoch.edge(self._next_step.start) if self._next_step is not None else 0

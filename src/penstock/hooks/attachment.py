@@ -24,7 +24,6 @@ from penstock.observe.recorder import Recorder
 from penstock.plan.plan import Plan
 from penstock.runtime import user_plan
 from penstock.runtime.devices import Devices
-from penstock.runtime.repeats import Repeats
 
 MOST_WARNINGS: Final = 16
 """Maximum number of threads to warn about: a program may start another one in each step."""
@@ -95,14 +94,15 @@ class Attachment:
         self._recompute = Recompute(
             hooks=self.hooks,
             modules=self.modules,
-            repeats=Repeats(executor),
+            recomputer=executor.recomputer,
+            holder=executor,
             device=device,
             floor_bytes=floor_bytes,
         )
         self._recipes = RecipeCalls(
             hooks=self.hooks,
             modules=self.modules,
-            remakes=executor.remakes,
+            recomputer=executor.recomputer,
             device=device,
         )
         self._context = torch.autograd.graph.saved_tensors_hooks(self.hooks.pack, self.hooks.unpack)

@@ -108,7 +108,7 @@ class SmallHandle:
         return self.tensor
 
     def __del__(self) -> None:
-        defer(self.holder.release, self.saved, True)
+        self.holder.release(self.saved, True)
 
 
 class MovedHandle:

@@ -59,7 +59,10 @@ class StorageHolder(Protocol):
         """
 
     def release(self, saved: SavedStorage, unpacked: bool) -> None:
-        """Release a handle that has died, unpacked or not. Never wait. Called through ``locks.defer``."""
+        """Release a handle that has died, unpacked or not. Never wait.
+
+        Called through ``locks.defer``; directly, if the storage was saved without a view.
+        """
 
     def prove(self, saved: SavedStorage, view: View, *, sign_only: bool) -> bool:
         """Note whether backward asks a handle only which elements are above zero.

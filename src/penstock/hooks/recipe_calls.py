@@ -16,17 +16,17 @@ from penstock.hooks.pure_calls import PureCalls, PureOutput
 from penstock.hooks.recompute import not_recomputable
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.plan.recipes import recipe_members
-from penstock.runtime.remakes import Remakes
-from penstock.runtime.storage import Remake
+from penstock.runtime.recompute import Recomputer
+from penstock.runtime.storage import Recipe
 
 
 class _Calls(PureCalls[PureCall, Packed]):
     """The calls of one thread."""
 
-    def __init__(self, hooks: SavedTensorHooks, remakes: Remakes) -> None:
+    def __init__(self, hooks: SavedTensorHooks, recomputer: Recomputer) -> None:
         super().__init__(hooks.storage_of)
         self._hooks = hooks
-        self._remakes = remakes
+        self._recomputer = recomputer
 
     def source_of(self, given: torch.Tensor, storage: torch.UntypedStorage) -> Packed | None:
         """Return another handle to the input of a module, if the input is saved."""
@@ -34,15 +34,17 @@ class _Calls(PureCalls[PureCall, Packed]):
 
     def on_made(self, storage: torch.UntypedStorage, made: PureOutput[PureCall, Packed]) -> None:
         """Provide the recipe of a storage that may have been saved during the call."""
-        self._remakes.made(storage, made.version, self.remake(made))
+        self._recomputer.drop_made(storage, made.version, self.recipe(made))
 
-    def remake(self, made: PureOutput[PureCall, Packed]) -> Remake:
+    def recipe(self, made: PureOutput[PureCall, Packed]) -> Recipe:
         """Return the recomputation of what the calls made."""
         name = " and ".join(one.path for one in made.members)
-        return Remake(name, partial(_make, self._hooks, made.source, made.members))
+        return Recipe(name, partial(_compute, self._hooks, made.source, made.members))
 
 
-def _make(hooks: SavedTensorHooks, source: Packed, members: tuple[PureCall, ...]) -> torch.Tensor:
+def _compute(
+    hooks: SavedTensorHooks, source: Packed, members: tuple[PureCall, ...]
+) -> torch.Tensor:
     tensor = hooks.unpack(source).detach()
     for member in members:
         tensor = member.recompute(tensor)
@@ -50,20 +52,20 @@ def _make(hooks: SavedTensorHooks, source: Packed, members: tuple[PureCall, ...]
 
 
 class RecipeCalls:
-    """Recomputes the slots of a plan's recipes while attached to a session. A ``Maker``."""
+    """Recomputes the slots of a plan's recipes while attached to a session. A ``RecipeSource``."""
 
     def __init__(
         self,
         *,
         hooks: SavedTensorHooks,
         modules: ModuleTracker,
-        remakes: Remakes,
+        recomputer: Recomputer,
         device: torch.device,
     ) -> None:
         """Track nothing yet."""
         self._hooks = hooks
         self._modules = modules
-        self._remakes = remakes
+        self._recomputer = recomputer
         self._device_type = device.type
         self._paths: dict[torch.nn.Module, str] = {}
         self._of_thread = threading.local()
@@ -78,13 +80,13 @@ class RecipeCalls:
             self._paths = {known[path][0]: path for path in found}
         self._of_thread = threading.local()
         self._modules.recipes = self if self._paths else None
-        self._remakes.maker = self if self._paths else None
+        self._recomputer.recipes = self if self._paths else None
 
     @property
     def _calls(self) -> _Calls:
         calls: _Calls | None = getattr(self._of_thread, "calls", None)
         if calls is None:
-            calls = self._of_thread.calls = _Calls(self._hooks, self._remakes)
+            calls = self._of_thread.calls = _Calls(self._hooks, self._recomputer)
         return calls
 
     def enter(self, module: torch.nn.Module, args: Any) -> None:
@@ -100,11 +102,11 @@ class RecipeCalls:
             member = partial(PureCall, module, path, self._device_type)
             self._calls.leave(output, member, refused=kwargs)
 
-    def remake_of(self, storage: torch.UntypedStorage, version: int) -> Remake | None:
+    def recipe_of(self, storage: torch.UntypedStorage, version: int) -> Recipe | None:
         """Return how to recompute this storage at this version, or ``None`` if that is not known."""
         calls = self._calls
         made = calls.made(storage, version)
-        return None if made is None else calls.remake(made)
+        return None if made is None else calls.recipe(made)
 
     def is_making(self, storage: torch.UntypedStorage) -> bool:
         """Return whether the running call of this thread is making the storage."""

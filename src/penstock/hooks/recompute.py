@@ -8,7 +8,7 @@ and the autocast of the first run. This module adds:
    outside) are packed as usual.
 2. The inputs are packed, not held: they may be offloaded as well.
 3. Buffers, attributes and other random generators are restored (:mod:`.module_state`).
-4. Memory for the recomputed tensors is taken from the budget first (:mod:`penstock.runtime.remade`).
+4. Memory for the recomputed tensors is taken from the budget first (:mod:`penstock.runtime.recompute`).
 5. The first recomputation is compared with what was dropped, bit for bit.
 
 [Note: hooks of a recomputed module]
@@ -38,12 +38,12 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from penstock.core.errors import HookError, InPlaceError
 from penstock.hooks.handles import MovedHandle, Packed
+from penstock.hooks.holder import StorageHolder
 from penstock.hooks.module_state import ModuleState
 from penstock.hooks.modules import ModuleTracker, SavingPlace
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.runtime.digests import Comparison, Digest, digest
-from penstock.runtime.remade import Remaking
-from penstock.runtime.repeats import Repeats
+from penstock.runtime.recompute import RecomputedMemory, Recomputer
 from penstock.runtime.storage import INPUT, Pass, SavedStorage, TensorRef
 
 _autograd: Final[Any] = torch._C._autograd
@@ -101,14 +101,16 @@ class Recompute:
         *,
         hooks: SavedTensorHooks,
         modules: ModuleTracker,
-        repeats: Repeats,
+        recomputer: Recomputer,
+        holder: StorageHolder,
         device: torch.device,
         floor_bytes: int,
     ) -> None:
         """Recompute nothing yet."""
         self.hooks = hooks
         self.modules = modules
-        self.repeats = repeats
+        self.recomputer = recomputer
+        self.holder = holder
         self.floor_bytes = floor_bytes
         self.suspended = False
         # ``checkpoint`` saves the random generators of the devices of its arguments
@@ -214,7 +216,7 @@ class _Call:
         self._path = wrapper.path
         self._owner = wrapper.owner
         self._hooks = self._owner.hooks
-        self._repeats = self._owner.repeats
+        self._recomputer = self._owner.recomputer
         self._forward = forward
         self._inputs: list[_Input] = []
         self._unnamed: dict[int, SavedStorage] = {}
@@ -228,7 +230,7 @@ class _Call:
         leaves, self._layout = tree_flatten((args, kwargs))
         if any(isinstance(each, torch.Tensor) and not _is_plain(each) for each in leaves):
             return self._forward(*args, **kwargs)
-        self._of_pass: Pass = self._repeats.current_pass
+        self._of_pass: Pass = self._recomputer.current_pass
         self._state = ModuleState(self._wrapper.module)
         self._take_inputs(leaves)
         self._now: list[Any] | None = leaves
@@ -243,7 +245,7 @@ class _Call:
         self._state.settle()
         self._check_inputs()
         for saved in self._unnamed.values():
-            self._repeats.settle(saved)
+            self._recomputer.settle(saved)
         self._unnamed.clear()
         self._seen.clear()
         return result
@@ -261,7 +263,7 @@ class _Call:
     # -- inputs -----------------------------------------------------------------------------------
 
     def _take_inputs(self, leaves: list[Any]) -> None:
-        """Pack the inputs under their own names; see [Note: names of slots ...] (runtime/repeats.py)."""
+        """Pack the inputs under their own names; see [Note: names of slots ...]."""
         place = SavingPlace(f"{self._path}.{INPUT}", "")
         self._others = [None if isinstance(each, torch.Tensor) else each for each in leaves]
         self._places = [i for i, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
@@ -272,7 +274,7 @@ class _Call:
                 ref = TensorRef(tensor)
                 self._inputs.append(_Input(packed, tensor.requires_grad, ref, tensor._version))
                 saved = None
-                if isinstance(packed, MovedHandle) and self._repeats.has(packed.holder):
+                if isinstance(packed, MovedHandle) and packed.holder is self._owner.holder:
                     saved = packed.saved
                 if saved and saved.recorded and saved.record.key.module == place.path:
                     self._unnamed[saved.cdata] = saved
@@ -318,7 +320,7 @@ class _Call:
             return self._hooks.pack(tensor)
         dropped = _Dropped()
         self._saves.append(dropped)
-        self._repeats.free_early(tensor.untyped_storage())
+        self._recomputer.free_early(tensor.untyped_storage())
         if prove:
             self._hooks.when_complete(tensor, partial(dropped.note, tensor))
         return drop(tensor)
@@ -329,7 +331,7 @@ class _Call:
         saved = self._unnamed.get(key)
         if saved is not None and saved.source() is storage and saved.version == tensor._version:
             del self._unnamed[key]
-            self._repeats.name(saved, self._owner.modules.here.path)
+            self._recomputer.name(saved, self._owner.modules.here.path)
             return False
         seen = self._seen.get(key)
         if seen is not None and seen[0]() is storage and seen[1] == tensor._version:
@@ -337,7 +339,7 @@ class _Call:
         if self._hooks.holds(tensor, storage):
             return False
         small = nbytes < self._owner.floor_bytes
-        if not small and not self._repeats.drops(self._owner.modules.here.path, nbytes):
+        if not small and not self._recomputer.drops(self._owner.modules.here.path, nbytes):
             return False
         self._seen[key] = TensorRef(storage), tensor._version
         if seen is None or seen[0]() is not storage:
@@ -348,7 +350,7 @@ class _Call:
         if isinstance(packed, Packed) or self._hooks.inquiring:
             return self._hooks.unpack(packed)
         made = make(packed)
-        self._repeats.use(made.untyped_storage())  # backward may be on another stream
+        self._recomputer.use(made.untyped_storage())  # backward may be on another stream
         return made
 
     # -- recomputation ----------------------------------------------------------------------------
@@ -356,21 +358,21 @@ class _Call:
     @contextmanager
     def _recomputation(self) -> Iterator[None]:
         """Set up all that is different while the module is recomputed."""
-        start_ns = self._repeats.now_ns()
+        start_ns = self._recomputer.now_ns()
         with ExitStack() as stack:  # ``checkpoint`` may end the run by raising
-            stack.callback(self._repeats.note_run, self._path, start_ns, self._dropped_bytes)
+            stack.callback(self._recomputer.note_run, self._path, start_ns, self._dropped_bytes)
             stack.enter_context(self._owner.modules.recompute())
-            self._repeats.reach(self._of_pass, self._path)
+            self._recomputer.reach(self._of_pass, self._path)
             self._now = self._restored_inputs()
             made = _Recomputation(
                 path=self._path,
                 hooks=self._hooks,
                 expected=self._saves,
                 missing=sum(each is not None for each in self._saves),
-                repeats=self._repeats,
-                remaking=self._repeats.begin(self._of_pass, self._path, self._dropped_bytes),
+                recomputer=self._recomputer,
+                memory=self._recomputer.begin(self._of_pass, self._path, self._dropped_bytes),
             )
-            stack.callback(made.remaking.close)
+            stack.callback(made.memory.close)
             stack.enter_context(self._state.restored(self._path))
             keep, _ = _autograd._top_saved_tensors_default_hooks(True)
             stack.callback(self._prove, made)
@@ -392,8 +394,8 @@ class _Recomputation:
     expected: list[_Dropped | None]
     missing: int
     """Number of dropped tensors that have not been recomputed, or are not complete."""
-    repeats: Repeats
-    remaking: Remaking
+    recomputer: Recomputer
+    memory: RecomputedMemory
     count: int = 0
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     compared: list[tuple[Comparison, str]] = field(default_factory=list)
@@ -414,7 +416,7 @@ class _Recomputation:
         if dropped is None:
             return tensor.detach()
         storage = tensor.untyped_storage()
-        note = self.repeats.made if self.remaking.made(storage) else self.repeats.use
+        note = self.recomputer.made if self.memory.made(storage) else self.recomputer.use
         self.hooks.when_complete(tensor, partial(note, storage))
         self.hooks.when_complete(tensor, partial(self._compare, place, dropped, tensor))
         self.versions.append((tensor.detach(), tensor._version))

@@ -38,7 +38,6 @@ COMPACT_SHARE: Final = 8
 """Views that span less than 1/8 of their storage are copied out, so that the storage can be freed."""
 CACHE_LINE_BYTES: Final = 64
 """Alignment of which a copied view keeps its offset: BLAS results depend on it."""
-_STRIDED: Final = torch.strided
 _PLAIN: Final = frozenset(
     {
         torch.float32,
@@ -328,16 +327,15 @@ _leave_untraced(SavedTensorHooks.pack, SavedTensorHooks.unpack)
 
 def strided_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return the tensor's storage if its values are just strided bytes of one, else ``None``."""
-    if tensor.layout is not _STRIDED or tensor.is_nested:
+    try:
+        storage = tensor.untyped_storage()
+    except RuntimeError:  # sparse and opaque tensors and functorch wrappers have none
+        return None
+    if tensor.is_nested or tensor.is_neg() or tensor._is_zerotensor():
         return None
     if tensor.dtype not in _PLAIN and (tensor.is_quantized or tensor.is_conj()):
         return None
-    if tensor.is_neg() or tensor._is_zerotensor():
-        return None
-    try:
-        return tensor.untyped_storage()
-    except RuntimeError:  # functorch wrappers have none
-        return None
+    return storage
 
 
 def _is_on(device_type: str) -> Callable[[torch.Tensor], bool]:

@@ -116,6 +116,11 @@ class Mapping:
         return int(_libc.madvise(self.address + offset, nbytes, advice)) == 0
 
 
+def memory_at(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """Return live memory as an array, which does not keep it alive."""
+    return np.frombuffer(memoryview((ctypes.c_ubyte * nbytes).from_address(address)), np.uint8)
+
+
 def _map(nbytes: int) -> int:
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)

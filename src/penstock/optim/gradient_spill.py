@@ -30,18 +30,22 @@ FLYING_BYTES: Final = 64 * MIB
 
 
 class GradientRead:
-    """A piece of a gradient on its way back."""
+    """A piece of a gradient that is being read.
+
+    Attributes:
+        transfer: Ends when the bytes are in memory.
+    """
 
     def __init__(self, memory: NDArray[np.uint8], ticket: Ticket, transfer: Transfer) -> None:
         """Describe a read to ``memory``, which is as long as the ticket's window."""
         self._memory = memory
         self._ticket = ticket
-        self._transfer = transfer
+        self.transfer = transfer
 
     def wait(self, dtype: torch.dtype) -> Tensor:
         """Return the elements. Raises TransferError or ChecksumError with the gradient's name."""
         try:
-            self._transfer.wait()
+            self.transfer.wait()
         except TransferError as error:
             raise TransferError(
                 errno=error.errno or errno.EIO,

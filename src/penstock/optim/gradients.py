@@ -43,6 +43,7 @@ from penstock.optim.offloaded_gradient import (
 from penstock.optim.params import Param, ParameterPiece, Tile, flat_like
 from penstock.staging import copy_across, ready_event
 from penstock.store.base import Ticket
+from penstock.store.window import TransferWindow
 
 LEAST_BYTES: Final = 1 << 16
 """Shorter gradients stay: it would take some pages of flash each, and free next to nothing."""
@@ -100,7 +101,7 @@ class Gradients:
         )
         self._lock = Lock()
         self._listening: dict[int, Any] = {}
-        self._flying: deque[Ticket] = deque()
+        self._writes = TransferWindow[Transfer](limit_bytes=FLYING_BYTES)
         self._failure: BaseException | None = None
         self._is_told = False
         self._replaced = ReplacedGradients()
@@ -224,20 +225,23 @@ class Gradients:
         self.written += flat.nbytes
         place.hold(self._spill.open(), tickets)
         me, it = weakref.ref(self), weakref.ref(place)
-        for ticket in tuple(tickets):
+        written = tuple(tickets)
+        for ticket in written:
             ticket.written.add_done_callback(lambda done: _note_written(me, it, tickets, done))
-        self._flying.extend(tickets)
+        with self._lock:
+            for ticket in written:
+                self._writes.add(ticket.written, ticket.written, ticket.nbytes)
         return True
 
     def _wait_for_room(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` more may be on their way out; warn of what could not be written."""
-        most = max(0, FLYING_BYTES - nbytes)
-        with suppress(IndexError):  # another thread was quicker
-            while self._flying[0].written.done:
-                self._flying.popleft()
-            while sum(ticket.nbytes for ticket in tuple(self._flying)) > most:
-                with suppress(TransferError, CancelledError):
-                    self._flying.popleft().written.wait()
+        """Wait until ``nbytes`` more may be in flight; warn of what could not be written."""
+        while True:
+            with self._lock:
+                oldest = self._writes.pop_excess(nbytes)
+            if oldest is None:
+                break
+            with suppress(TransferError, CancelledError):
+                oldest.wait()
         if self._failure is not None:
             self._note_failure(self._failure)
 
@@ -337,14 +341,16 @@ class Gradients:
     # -- reading ----------------------------------------------------------------------------------
 
     def _read_all(self, place: GradientPlace) -> Iterator[tuple[ParameterPiece, Tensor]]:
-        under_way: deque[tuple[ParameterPiece, GradientRead]] = deque()
-        for piece in self._spill.pieces(place.param):
-            under_way.append((piece, self._spill.begin_read(place.tickets, piece)))
-            if len(under_way) > TILES_AHEAD:
-                first, reading = under_way.popleft()
-                yield first, reading.wait(place.dtype)
-        for first, reading in under_way:
-            yield first, reading.wait(place.dtype)
+        with TransferWindow[tuple[ParameterPiece, GradientRead]]() as reads:
+            for piece in self._spill.pieces(place.param):
+                read = self._spill.begin_read(place.tickets, piece)
+                reads.add((piece, read), read.transfer)
+                if len(reads) > TILES_AHEAD:
+                    first, read = reads.pop()
+                    yield first, read.wait(place.dtype)
+            while reads:
+                first, read = reads.pop()
+                yield first, read.wait(place.dtype)
 
 
 def _settling(source: Gradients, index: int) -> Callable[[Tensor], None]:

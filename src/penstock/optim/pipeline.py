@@ -481,7 +481,9 @@ class TilePipeline:
             if block is None and made < least:
                 missing = (least - made) * self._block_bytes
                 raise self._arena.account.refusal(
-                    missing, f"{least} buffers of an optimizer", "give a smaller `tile`"
+                    missing,
+                    f"{least - made} of the {least} buffers that an optimizer needs",
+                    "give a smaller `tile`",
                 )
             if block is None:
                 return

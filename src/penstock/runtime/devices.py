@@ -11,8 +11,7 @@
     is made for one device as if it had them to itself. Where that is too much, a full tier refuses, and
     a read comes late: slower, never wrong.
 
-    Modules are run again, and outputs made again, only for what is saved on the session's own device, the
-    first one.
+    Modules and outputs are recomputed only for what is saved on the session's own device, the first one.
 """
 
 from __future__ import annotations

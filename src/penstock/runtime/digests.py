@@ -1,11 +1,11 @@
-"""Digests of what is made again: by them it is compared with what it was, bit for bit.
+"""Digests by which recomputed values are compared with the original ones, bit for bit.
 
 [Note: digests that stay on the device]
     The host cannot read a device's memory, and to have the bytes copied would stop the device. So the
     sums of :mod:`.cuda.digest` are enqueued there, on the current stream of the calling thread, when the
     host would read the values. 40 bytes for each digest remain, on the device. Two of them are compared
     there as well, on a stream that comes after both. Only the answer comes to the host, which waits for
-    it when it asks: once for a module that is run again, whatever it saves.
+    it when it asks: once for a recomputed module, whatever it saves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Making room in the device budget.
+"""Eviction: free memory in a device's budget.
 
 [Note: room]
     Everything held counts against one budget: storages that are kept or await their write, restored
@@ -50,7 +50,7 @@ _NOT_PROFILED: Final = (
 
 
 class Eviction:
-    """Finds room for what is to be held. Waits, so it is called without the runtime's lock."""
+    """Frees memory of a budget for new storages. It waits, so call it without the runtime's lock."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class Eviction:
         time: ComputeTime,
         least_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """For one executor.
+        """Serve one executor.
 
         Args:
-            budget: Where room is made.
-            transfers: What can be moved.
-            recorder: Is told of waits.
-            time: Is told how long callers have waited, to leave it out.
-            least_bytes: Returns the least budget that does for a whole step, if that is known.
+            budget: Budget in which memory is freed.
+            transfers: Storages that can be moved, and their transfers.
+            recorder: Gets a span for each wait.
+            time: Measures computing; waits are left out.
+            least_bytes: Returns the smallest budget that suffices for a whole step, if that is known.
         """
         self._time = time
         self._budget = budget
@@ -82,14 +82,14 @@ class Eviction:
         """Take ``nbytes`` from the budget, waiting for room.
 
         Args:
-            nbytes: How much.
-            owner: For whom, in the budget.
-            name: For what, in errors.
-            of_pass: The pass whose storages may have to go.
-            saved: A storage that must not go, since it is the one that room is made for.
+            nbytes: Bytes to take.
+            owner: Owner of the bytes in the budget.
+            name: Purpose of the bytes, for errors.
+            of_pass: Pass whose storages are evicted first.
+            saved: Storage that needs the bytes, and so is not evicted.
 
         Raises:
-            BudgetError: There can be no room.
+            BudgetError: Not enough can be freed.
         """
         if self._budget.try_take(nbytes, owner):
             return
@@ -114,12 +114,12 @@ class Eviction:
         """Take one step towards ``nbytes`` of free budget; see [Note: room].
 
         Args:
-            nbytes: How much.
-            name: For what, in errors.
-            of_pass: The pass whose storages may have to go.
-            saved: A storage that must not go.
-            from_budget: Whether so much of free budget is all that it takes, and no block of the arena:
-                then nothing has to go if a write has ended since the caller tried.
+            nbytes: Bytes that are needed.
+            name: Purpose of the bytes, for errors.
+            of_pass: Pass whose storages are evicted first.
+            saved: Storage that is not evicted.
+            from_budget: True if free budget suffices, without a block of the arena: then nothing is
+                evicted if a write has ended since the caller tried.
 
         Returns:
             False if nothing is left to do, and the budget must be exceeded because a tier failed.
@@ -200,7 +200,7 @@ class Eviction:
             self._recorder.warn(
                 f"budget.{self._budget.name}",
                 f"the {self._budget.name} budget is exceeded for {name}, because a tier has failed or"
-                f" is full, and nothing else can be moved away ({transfers.fill()}); give more"
+                f" is full, and nothing else can be moved away ({transfers.usage()}); give more"
                 " host_memory or flash_capacity, or a smaller batch; further cases are only counted",
             )
         self._recorder.count("budget.overflow")
@@ -244,7 +244,7 @@ class Eviction:
         for saved in self._last_first(of_pass, self._transfers.table.entries.values()):
             if saved.state is not Residency.RESIDENT or saved is wanted_for:
                 continue
-            if not self._transfers.may_go(saved) or not is_settled(saved):
+            if not self._transfers.can_spill(saved) or not is_settled(saved):
                 continue
             if saved.pending > 0:
                 return saved
@@ -255,7 +255,7 @@ class Eviction:
     def _last_first(self, of_pass: Pass, others: Iterable[SavedStorage]) -> Iterator[SavedStorage]:
         """The pass's storages, the one needed last first; then those of other passes."""
         yield from of_pass.needed_last()
-        yield from tuple(others)
+        yield from list(others)  # not a tuple, during whose allocation finalizers may run
 
     def _evict(self, saved: SavedStorage) -> None:
         self._recorder.count("evicted")

@@ -1,4 +1,4 @@
-"""Holds what autograd saved, under the plan: admission, write-behind, prefetch, demand, release."""
+"""Executor of a plan on saved storages: admission, write-behind, prefetch, demand and release."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.eviction import Eviction
 from penstock.runtime.inspection import DeviceState, held_slots
-from penstock.runtime.movers import RESTORED, Mover, StreamOrder
+from penstock.runtime.movers import RESTORED, Mover, StreamOrder, Transport
 from penstock.runtime.orders import Orders, PassRecord
-from penstock.runtime.reads import Reads
-from penstock.runtime.remakes import Remakes
+from penstock.runtime.recompute import Recomputer
 from penstock.runtime.sampling import POSITIVE, CodecSampler, Sampler
 from penstock.runtime.storage import (
     MAX_RECORDS,
@@ -51,7 +50,7 @@ from penstock.runtime.table import (
     is_settled,
     keeps_signs,
 )
-from penstock.runtime.transfers import Transfers
+from penstock.runtime.transfers import Reads, Transfers
 from penstock.store.account import Account
 from penstock.store.base import Tier
 
@@ -70,12 +69,12 @@ class Executor:
         orders: Decisions for each slot, and what else is wanted of coming passes; see ``follow``.
         moves_nothing: True if these orders never move anything.
         active: These orders, applied to the running pass.
-        remakes: What is made again instead of being held.
+        recomputer: Recomputes what is not held.
         stream_order: Order of uses of the device's memory.
-        completion: What waits until the running operator has returned.
+        completion: Actions that wait until the running operator has returned.
         time: The axis of profiles.
-        compute_ns: Tells the time on it.
-        allowance: Finds the budget's limit; ``None``: it is given.
+        compute_ns: Returns the time on it.
+        allowance: Finds the budget's limit; ``None`` if that is given.
     """
 
     def __init__(
@@ -94,8 +93,8 @@ class Executor:
         """Hold nothing yet. The caller closes tiers and mover after ``close``.
 
         ``time`` and ``completion`` are those of the session, if it has several executors. ``allowance``
-        finds the budget's limit, if that is not given. What ``make_sampler`` makes, once it is needed,
-        measures codecs on storages of the mover's device. ``open_codecs`` takes their scratch
+        finds the budget's limit, if that is not given. ``make_sampler`` is called when codecs are first
+        to be measured on storages of the mover's device. ``open_codecs`` takes their scratch
         memory and returns its bytes, 0 if there is no room. Until ``follow`` everything is kept.
         """
         self.budget = budget
@@ -130,8 +129,14 @@ class Executor:
             recorder=recorder,
             restored_bytes=self._restored_bytes,
         )
-        self.remakes = Remakes(
-            transfers=self._transfers, eviction=self._eviction, budget=budget, recorder=recorder
+        self.recomputer = Recomputer(
+            active=self.active,
+            transfers=self._transfers,
+            eviction=self._eviction,
+            budget=budget,
+            recorder=recorder,
+            current_pass=self._current_pass,
+            spill=self._spill,
         )
         self.completion = Completion() if completion is None else completion
         self._make_sampler = make_sampler
@@ -247,24 +252,32 @@ class Executor:
         return saved
 
     def _count(self, storage: torch.UntypedStorage, nbytes: int) -> SavedStorage:
-        """Count a storage that stays; once, however many handles it gets."""
+        """Count a storage that stays; once, however many handles it gets.
+
+        Without the lock; see [Note: the runtime's lock].
+        """
         table, cdata = self._table, storage._cdata
-        with self._lock:
-            small = table.entries.get(cdata)
-            if small is not None and small.state is _SMALL and small.source() is storage:
-                small.handles += 1
-                return small
-            current = self._pass
-            if current.end_ns is not None or (current.saved_count and current.abandoned):
+        small = table.entries.get(cdata)
+        if (
+            small is not None
+            and small.source() is storage
+            and small.state is _SMALL
+            and small.handles
+        ):
+            small.handles += 1
+            return small
+        current = self._pass
+        if current.end_ns is not None or (current.saved_count and current.abandoned):
+            with self._lock:
                 current = self._current_pass()
-            small = SavedStorage(_SMALL, cdata, nbytes, TensorRef(storage), current)
-            table.entries[cdata] = small
-            current.small_count += 1
-            held = table.small_bytes = table.small_bytes + nbytes
-            current.small_bytes = max(current.small_bytes, held)
-            missing = held - table.small_taken_bytes
-        if missing > 0:
-            self._charge_small(small, missing)
+        small = SavedStorage(_SMALL, cdata, nbytes, TensorRef(storage), current)
+        table.entries[cdata] = small
+        current.small_count += 1
+        held = table.small_bytes = table.small_bytes + nbytes
+        if held > current.small_bytes:  # noqa: PLR1730  (hot: a call costs)
+            current.small_bytes = held
+        if held > table.small_taken_bytes:
+            self._charge_small(small, held - table.small_taken_bytes)
         return small
 
     def _charge_small(self, small: SavedStorage, missing: int) -> None:
@@ -276,11 +289,10 @@ class Executor:
             try:
                 self._eviction.take(nbytes, SMALL, name=name, of_pass=small.of_pass, saved=None)
             except BaseException:
-                with self._lock:
-                    table.end_small(small)
+                small.handles = 0
+                table.end_small(small)
                 raise
-        with self._lock:
-            table.small_taken_bytes += nbytes
+        table.small_taken_bytes += nbytes
 
     def _share(
         self,
@@ -347,11 +359,11 @@ class Executor:
         return saved
 
     def _complete(self, saved: SavedStorage, sign_only: bool, last: bool) -> bool:
-        """Do what the plan says, if that can be done: the operator that saved a storage has returned.
+        """Carry out the plan for a storage, if possible: the operator that saved it has returned.
 
         Returns:
-            Whether it is done. A storage whose parts somebody holds stays, and is asked for again; the
-            ``last`` time it is left to whoever needs room.
+            Whether it is done. A storage with parts that are held elsewhere stays, and this is called
+            again; after the ``last`` call it is left to eviction.
         """
         with self._lock:
             storage = saved.source()
@@ -392,7 +404,7 @@ class Executor:
         """Do with a storage what the plan says."""
         if self.active.crowded:
             self._sample_from_now_on(saved)
-        if decision.action is Action.RECOMPUTE and not self.remakes.drop_saved(saved):
+        if decision.action is Action.RECOMPUTE and not self.recomputer.drop_saved(saved):
             decision = self.active.decide_unplanned(saved.record)
         if decision.action is Action.OFFLOAD:
             if decision.codec == POSITIVE and sign_only:
@@ -402,7 +414,7 @@ class Executor:
                 self._spill(saved, decision.tier, "" if unproven else decision.codec)
 
     def _sample_from_now_on(self, saved: SavedStorage) -> None:
-        """Make room for what codecs work in, by letting writes end; then have what follows sampled."""
+        """Wait for writes, so that codecs have scratch memory; then sample the rest of the pass."""
         start_ns = self._recorder.clock.now_ns()
         waiting = self.time.wait_begins()
         with self._lock:
@@ -413,12 +425,12 @@ class Executor:
         self.active.sample_now()
 
     def prove(self, saved: SavedStorage, view: View, *, sign_only: bool) -> bool:
-        """Say whether backward asks one handle only which elements are above zero.
+        """Note whether backward asks one handle only which elements are above zero.
 
-        What was put off until this is known begins to be spilled.
+        A storage whose spill was deferred until this is known begins to be spilled.
 
         Args:
-            saved: What was saved, or found, with ``sign_only``.
+            saved: The result of ``save`` with ``sign_only``.
             view: The handle.
             sign_only: Whether it is proven.
 
@@ -488,10 +500,10 @@ class Executor:
     # -- restoring --------------------------------------------------------------------------------
 
     def restore(self, saved: SavedStorage, *, first: bool) -> torch.UntypedStorage:
-        """The bytes of a saved storage, in device memory; waits only if they are not there yet.
+        """Return the bytes of a saved storage, in device memory; wait only if they are not there yet.
 
         Args:
-            saved: What ``save`` or ``find`` returned.
+            saved: The result of ``save``.
             first: Whether the calling handle is unpacked for the first time.
 
         Raises:
@@ -512,17 +524,17 @@ class Executor:
             ticket = saved.ticket
             if forwarded:  # TRAPS rule 17: it is still here, so it stays
                 saved.state = Residency.RESIDENT
-            if storage is not None and saved.remake is None and not saved.of_pass.spilled:
+            if storage is not None and saved.recipe is None and not saved.of_pass.spilled:
                 saved.pending -= first
                 return storage
         if forwarded:
             self._recorder.count("forwarded")
             if ticket is not None:  # else it is just being asked for
                 ticket.written.cancel()
-        waiting = self.time.wait_begins() if saved.remake is None else ()
+        waiting = self.time.wait_begins() if saved.recipe is None else ()
         if storage is None:
-            bring = self._reads if saved.remake is None else self.remakes
-            storage = bring.demand(saved)
+            source = self._reads if saved.recipe is None else self.recomputer
+            storage = source.demand(saved)
         self._reads.ahead(saved, again=not first)
         with self._lock:
             saved.pending -= first
@@ -544,7 +556,7 @@ class Executor:
         return storage
 
     def _note_need(self, saved: SavedStorage) -> torch.UntypedStorage | None:
-        """Record that and when it is needed; a live copy of its bytes, if there is one."""
+        """Record the time of need; return a live copy of the bytes, if there is one."""
         record = saved.record
         if record.needed_at_ns is None:
             record.needed_at_ns = self.compute_ns()
@@ -566,14 +578,22 @@ class Executor:
     # -- handles ----------------------------------------------------------------------------------
 
     def release(self, saved: SavedStorage, unpacked: bool) -> None:
-        """Release a handle that has died, unpacked or not. Never waits. Call it through ``locks.defer``.
+        """Release a handle that has died, unpacked or not. Never waits.
 
-        There the finalizers of this thread wait in any case, so the bare lock is enough.
+        Call it through ``locks.defer``: there the finalizers of this thread wait in any case, so the bare
+        lock is enough. A SMALL storage takes no lock, so its handle may call this directly.
         """
         if self._guard.in_child:  # the holders of locks do not exist in a forked child
             return
         table, ticket = self._table, None
-        with self._lock.bare:
+        if saved.state is _SMALL:
+            saved.handles -= 1
+            if not saved.handles:
+                table.end_small(saved)
+            return
+        bare = self._lock.bare
+        bare.acquire()  # a `with` statement costs twice as much
+        try:
             saved.handles -= 1
             state = saved.state
             if state is _KEPT:
@@ -588,10 +608,6 @@ class Executor:
                     saved.state = Residency.DEAD
                     table.free(saved.nbytes)
                 return
-            if state is _SMALL:
-                if not saved.handles:
-                    table.end_small(saved)
-                return
             if not unpacked:
                 saved.pending -= 1
             if saved.handles > 0:
@@ -599,10 +615,12 @@ class Executor:
                     self._transfers.retire(saved)
                 return
             table.forget(saved)
-            ticket = self._transfers.bury(saved)
+            ticket = self._transfers.free(saved)
+        finally:
+            bare.release()
         if ticket is not None:
             self._transfers.discard(saved, ticket)
-        saved.remake = None  # and its handle to the input of that
+        saved.recipe = None  # and its handle to the input of that
 
     # -- passes -----------------------------------------------------------------------------------
 
@@ -687,7 +705,7 @@ class Executor:
         return limit_bytes
 
     def _tell(self, finished: Pass) -> None:
-        """Spans of its forward and its backward, waits included."""
+        """Record the spans of its forward and its backward, waits included."""
         span, end_ns = self._recorder.span, self._recorder.clock.now_ns()
         middle_ns = finished.backward_began_ns or end_ns
         span(Stage.FORWARD, finished.began_ns, middle_ns, slot=f"pass {finished.index}")
@@ -720,14 +738,14 @@ class Executor:
         """Wait for all that moves, where a device that runs behind has a part in it."""
         if self._mover.runs_behind:
             self._transfers.drain()
-            self._mover.drain()
+            self._transfers.transport.drain()
 
-    def use_mover(self, mover: Mover) -> None:
-        """Move by ``mover`` from now on, which knows the tickets of the one before."""
-        self._mover = self._transfers.mover = mover
+    def use_transport(self, transport: Transport) -> None:
+        """Write and read through ``transport`` from now on. It reads the mover's tickets, too."""
+        self._transfers.transport = transport
 
     def close(self) -> None:
-        """Save nothing more. A graph that is still alive keeps what of it is in memory."""
+        """Save nothing more. A live graph keeps those of its storages that are in memory."""
         if self._guard.in_child:
             return
         with self._lock:
@@ -738,6 +756,6 @@ class Executor:
 def _act_within(
     here: Callable[[], AbstractContextManager[object]], action: Callable[[bool], bool], last: bool
 ) -> bool:
-    """Do what was put off as if it were done then; see ``Mover.here``."""
+    """Run a deferred action in the context of its save; see ``Mover.here``."""
     with here():
         return action(last)

@@ -42,7 +42,7 @@ class HeldSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceState:
-    """What is held and moved on one device."""
+    """State of one device: what is held and moved."""
 
     device: str
     """Name of the device, as ``"cuda:0"``."""
@@ -79,13 +79,13 @@ class TierState:
     """How full a tier is."""
 
     name: str
-    """As in plans: ``"flash"``, ``"host"``."""
+    """Name, as in plans, such as ``"flash"`` or ``"host"``."""
     capacity_bytes: int
     """Most bytes that it may hold."""
     held_bytes: int
     """Bytes that it holds, or that are on their way in."""
     taken_bytes: int
-    """Bytes of the capacity in use: the same in whole units."""
+    """Bytes of the capacity in use, in whole units of the tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +97,13 @@ class SessionState:
     suspended: bool
     """True if its memory is on flash; see ``penstock.suspend``."""
     devices: Mapping[str, DeviceState]
-    """What is held on each device, by its name; the session's own device comes first."""
+    """States of the devices by name; the session's own device comes first."""
     tiers: Mapping[str, TierState]
     """Levels of tiers, by name."""
 
     @property
     def device(self) -> DeviceState:
-        """What is held on the session's own device."""
+        """State of the session's own device."""
         return next(iter(self.devices.values()))
 
 
@@ -148,7 +148,7 @@ def _held_slot(saved: SavedStorage) -> HeldSlot:
 
 
 def _state(saved: SavedStorage) -> SlotState:
-    if saved.remake is not None and saved.state is Residency.SPILLED:
+    if saved.recipe is not None and saved.state is Residency.SPILLED:
         return "dropped"
     names: dict[Residency, SlotState] = {
         Residency.RESIDENT: "resident",

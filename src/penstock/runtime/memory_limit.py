@@ -27,6 +27,7 @@ from penstock.runtime.allowance import (
     Remainder,
     SharedAllowance,
 )
+from penstock.runtime.probe import MEASUREMENT
 from penstock.store.account import Account, host_account
 from penstock.store.heap import heap_is_better
 
@@ -154,9 +155,11 @@ class MemoryLimit:
 
     @property
     def others_bytes(self) -> int:
-        """Sum of the peaks of what other parts hold beside saved tensors."""
+        """Sum of the peaks of what other parts hold beside saved tensors, while the program trains."""
         rows = self._account.holdings().items()
-        return sum(row.peak_bytes for owner, row in rows if owner != SAVED_TENSORS)
+        return sum(
+            row.peak_bytes for owner, row in rows if owner not in (SAVED_TENSORS, MEASUREMENT)
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -82,10 +82,11 @@ class StreamOrder:
         return nullcontext
 
 
-class Mover(StreamOrder, ABC):
-    """Moves storages of one device to tiers and back. Thread-safe; never waits, except where said."""
+class Transport(ABC):
+    """Writes storages to tiers, reads them back and discards them. Thread-safe.
 
-    device: torch.device
+    A mover is one; with codecs open, the encoding stage in front of it is another.
+    """
 
     @abstractmethod
     def write(
@@ -97,8 +98,30 @@ class Mover(StreamOrder, ABC):
     ) -> Any:
         """Begin to spill; returns a ticket with ``written``, a Transfer. Raises NoSpaceError.
 
-        ``encoding`` is a wish: a mover that cannot encode moves the bytes as they are.
+        ``encoding`` is a wish: a mover moves the bytes as they are.
         """
+
+    @abstractmethod
+    def read(self, tier: Tier, ticket: Any, target: Any, priority: Priority) -> Transfer:
+        """Begin to fill ``target``."""
+
+    @abstractmethod
+    def discard(self, tier: Tier, ticket: Any) -> None:
+        """Free what the tier holds for the ticket. Never waits: finalizers call it, too."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait until the device has only the program's own work left."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what it holds. Memory that storages still use is freed when they die."""
+
+
+class Mover(StreamOrder, Transport):
+    """Moves storages of one device to tiers and back. Never waits, except where documented."""
+
+    device: torch.device
 
     def frees(self, storage: torch.UntypedStorage) -> bool:
         """Return whether memory comes free for others when ``storage`` dies."""
@@ -112,26 +135,15 @@ class Mover(StreamOrder, ABC):
         """
 
     @abstractmethod
-    def read(self, tier: Tier, ticket: Any, target: Any, priority: Priority) -> Transfer:
-        """Begin to fill ``target``."""
-
-    @abstractmethod
     def finish(self, target: Any) -> torch.UntypedStorage:
         """The filled target as a storage; its budget is given back when the storage dies."""
 
     def account(self, budget_of: Callable[[torch.device], Account]) -> None:
         """From now on device memory is charged to the account of its device."""
 
-    def drain(self) -> None:
-        """Wait until the device has nothing to do any more that is not the program's own."""
-
     @abstractmethod
     def drop(self, target: Any) -> None:
         """Give up a target that was not finished. Its transfer has settled or was never begun."""
-
-    @abstractmethod
-    def discard(self, tier: Tier, ticket: Any) -> None:
-        """Nobody will read the ticket again. For finalizers too: no waiting."""
 
     @abstractmethod
     def trim(self, nbytes: int) -> int:
@@ -159,10 +171,6 @@ class Mover(StreamOrder, ABC):
     @abstractmethod
     def used_bytes(self) -> int:
         """Device memory in use for restored storages."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what it holds; memory that storages still use goes when they die."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +245,11 @@ class CpuMover(Mover):
         target.block.free()
 
     def discard(self, tier: Tier, ticket: Any) -> None:
-        """Tell the tier."""
+        """Discard the bytes on the tier."""
         tier.discard(ticket)
+
+    def drain(self) -> None:
+        """Do nothing: no device works behind the interpreter."""
 
     def trim(self, nbytes: int) -> int:
         """Hand idle pages of an arena back to the system."""

@@ -284,7 +284,7 @@ class Orders:
         if found is not None:
             return found
         if key.module.endswith(INPUT):
-            return Decision(key, Action.KEEP, "", "input of a module that is run again")
+            return Decision(key, Action.KEEP, "", "input of a recomputed module")
         match = key.match_key
         known = self.decisions.get(match)
         if known is not None or self.plan is None:

@@ -15,6 +15,8 @@ from penstock.store.base import Ticket, Tier
 
 PROBE_BYTES = 16 * MIB
 """Long enough to keep every worker busy; four of these are written in all."""
+MEASUREMENT = "bandwidth measurement"
+"""Owner of the memory that a measurement takes, in the account of the process."""
 ASSUMED_BYTES_PER_S = 1e9
 """For a tier that the session has not got: no plan uses it."""
 
@@ -25,7 +27,7 @@ Lend: TypeAlias = Callable[[int], AbstractContextManager[int]]
 @contextmanager
 def host_memory(nbytes: int) -> Iterator[int]:
     """Lend memory as transfers use it."""
-    block = lone_block(nbytes, owner="probe")
+    block = lone_block(nbytes, owner=MEASUREMENT)
     try:
         yield block.address
     finally:

@@ -6,7 +6,6 @@ of microseconds. It is taken only in passes that the planner asks for it.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from typing import Final, Protocol
@@ -17,6 +16,7 @@ import torch
 from penstock.codec import registry
 from penstock.codec.base import HEADER_BYTES, ITEMSIZE, Bytes, Codec
 from penstock.core.units import KIB, round_down
+from penstock.io.mapping import memory_at
 from penstock.plan.profile import CodecSample
 
 POSITIVE: Final = "positive"
@@ -62,7 +62,7 @@ class Sampler(threading.local):
         if not storage.nbytes() or storage.data_ptr() % ITEMSIZE.get(dtype, 1):
             return ()
         codecs = chosen_codecs(dtype, sign_only=sign_only)
-        memory = _memory(storage)
+        memory = memory_at(storage.data_ptr(), storage.nbytes())
         pieces = [memory[start:stop] for start, stop in stretches(storage.nbytes(), STRETCH_BYTES)]
         for codec in codecs:
             if (codec.name, dtype) not in self._warm:  # its code is compiled when it is first used
@@ -116,8 +116,3 @@ def stretches(nbytes: int, most_bytes: int) -> list[tuple[int, int]]:
     step = max(nbytes - length, 0) // max(STRETCHES - 1, 1)
     starts = {round_down(index * step, 8) for index in range(STRETCHES)}
     return [(start, min(start + length, nbytes)) for start in sorted(starts)]
-
-
-def _memory(storage: torch.UntypedStorage) -> Bytes:
-    nbytes = storage.nbytes()
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(storage.data_ptr()))

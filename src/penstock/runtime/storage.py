@@ -1,7 +1,7 @@
-"""Data of the runtime: saved storages, the passes that they belong to, and what is learnt of slots.
+"""Saved storages, the passes that they belong to, and facts about slots.
 
-Data only: what moves them, and what plans for them, imports this module, which imports nothing of the
-runtime that does either. All of it is guarded by the runtime's lock.
+Data only, guarded by the runtime's lock. Modules that move storages or plan for them import this one, and
+not the reverse.
 
 [Note: residency]
     The memory that exists for a storage that can be spilled::
@@ -34,10 +34,10 @@ runtime that does either. All of it is guarded by the runtime's lock.
     global counter, so that the next iteration finds it again.
 
 [Note: preserved objects]
-    When the last reference in Python to a tensor or a storage goes, and torch has others, torch keeps the
-    Python object for later, and owns it. Before torch 2.11 whoever gets that object back by a weak
-    reference has to say so: else it refers to memory that may go while it is held. ``torch.utils.weak``
-    does the same.
+    When the last reference in Python to a tensor or a storage is dropped, and torch has others, torch
+    keeps the Python object for later, and owns it. Before torch 2.11, code that gets that object back by
+    a weak reference must call ``_fix_weakref``: else torch may free the memory while the object is held.
+    ``torch.utils.weak`` does the same.
 """
 
 from __future__ import annotations
@@ -63,10 +63,13 @@ if TYPE_CHECKING:
 MAX_RECORDS: Final = 100_000
 """A forward that has saved so much without a backward is an evaluation without ``no_grad``."""
 INPUT: Final = "<input>"
-"""Ends the names of what a module that is run again was called with, until something inside saves it."""
+"""Suffix of slot names for inputs of a recomputed module, until something inside saves them."""
 
-_KNOWS: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
-"""True if torch itself sees who gets its objects."""
+_TORCH_TRACKS_WEAKREFS: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (
+    2,
+    11,
+)
+"""True if torch itself notices that a weak reference has returned a preserved object."""
 
 _slot_key = lru_cache(maxsize=65536)(SlotKey)
 
@@ -77,13 +80,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Telling(weakref.ref[Any]):
-    """Tells torch when what it refers to is held again. See [Note: preserved objects]."""
+class OwningWeakRef(weakref.ref[Any]):
+    """Weak reference that owns what it returns. See [Note: preserved objects]."""
 
     __slots__ = ()
 
     def __call__(self) -> Any:
-        """The tensor or storage; None if it is gone."""
+        """Return the tensor or storage; ``None`` if it is gone."""
         found = super().__call__()
         if found is not None:
             found._fix_weakref()
@@ -93,7 +96,7 @@ class Telling(weakref.ref[Any]):
 if TYPE_CHECKING:
     TensorRef = weakref.ref
 else:
-    TensorRef = weakref.ref if _KNOWS else Telling
+    TensorRef = weakref.ref if _TORCH_TRACKS_WEAKREFS else OwningWeakRef
 
 
 class Residency(enum.Enum):
@@ -109,8 +112,8 @@ class Residency(enum.Enum):
     WRITING = "writing"
     """The storage is held and charged; a tier is being filled from it."""
     SPILLED = "spilled"
-    """Only the tier has the bytes; or nobody, and ``remake`` makes them. The program itself may still
-    hold the storage (``source``)."""
+    """Only the tier has the bytes, or nothing has them and ``recipe`` recomputes them. The program itself
+    may still hold the storage (``source``)."""
     READING = "reading"
     """The tier has the bytes; device memory is charged and being filled from it."""
     RESTORED = "restored"
@@ -131,29 +134,29 @@ class Origin(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """How a storage's bytes are to be made fewer on the way out."""
+    """Codec by which a storage is written."""
 
     codec: str
-    """By its name, as in plans: ``"zero-value"``."""
+    """Name of the codec, as in plans: ``"zero-value"``."""
     dtype: str
-    """Of the elements, by torch's name: ``"float32"``."""
+    """Type of the elements, by torch's name: ``"float32"``."""
 
 
 class View(Protocol):
-    """A handle that keeps a view of a saved storage while that is where it was."""
+    """Handle that keeps a view of a saved storage until that is spilled."""
 
     view: torch.Tensor | None
-    """That; ``None`` once it is stripped."""
+    """The view; ``None`` once it is stripped."""
     unpacked: bool
-    """True if it has been asked for."""
+    """True if backward has asked for it."""
 
     def strip(self) -> None:
-        """Let go of the storage, remembering the view."""
+        """Drop the reference to the storage; remember the view."""
 
 
 @dataclass(slots=True)
 class SlotRecord:
-    """Facts that one pass learnt about one slot, for the profile. Times are compute time."""
+    """Facts of one pass about one slot, for the profile. Times are compute time."""
 
     key: SlotKey
     origin: Origin
@@ -165,13 +168,13 @@ class SlotRecord:
     handles: int = 1
     """Saved tensors that are views of it."""
     sign_only_handles: int = 0
-    """Those of which backward is proven to ask only which elements are above zero."""
+    """Number of those for which backward is proven to ask only which elements are above zero."""
     codecs: tuple[CodecSample, ...] = ()
     """Results of codecs on a sample of it, if one was taken."""
     frame_bytes: int | None = None
     """Bytes that it took in a tier, if it was encoded."""
     waited_ns: int = 0
-    """How long backward waited for it to be read."""
+    """Time that backward waited for it to be read."""
     producer: str | None = None
     """As in ``SlotProfile``; known once an observed pass is over."""
     recipe: tuple[str, ...] = ()
@@ -180,22 +183,22 @@ class SlotRecord:
     """Record of the recipe's input."""
 
 
-class Remake:
-    """How one storage is made again.
+class Recipe:
+    """Recomputation of one storage.
 
     Attributes:
-        name: What makes it, for errors; one that is proven once counts as proven.
-        make: Makes it: a tensor that is all there is in its storage.
-        lock: Held while it is made.
-        digest: Of what was dropped, where it is to be proven.
+        name: Modules that are called, for errors; a name that is proven once counts as proven.
+        compute: Returns a tensor that is all there is in its storage.
+        lock: Held while it is computed.
+        digest: Digest of what was dropped, where it is to be proven.
     """
 
-    __slots__ = ("digest", "lock", "make", "name")
+    __slots__ = ("compute", "digest", "lock", "name")
 
-    def __init__(self, name: str, make: Callable[[], torch.Tensor]) -> None:
-        """Nothing is dropped yet."""
+    def __init__(self, name: str, compute: Callable[[], torch.Tensor]) -> None:
+        """Describe the recomputation of a storage that is not dropped yet."""
         self.name = name
-        self.make = make
+        self.compute = compute
         self.lock = threading.RLock()
         self.digest: Digest | None = None
 
@@ -233,7 +236,7 @@ class SavedStorage:
 
     __slots__ = (
         "__weakref__",
-        "awaits_maker",
+        "awaits_recipe",
         "base",
         "cdata",
         "complete",
@@ -247,9 +250,9 @@ class SavedStorage:
         "pending",
         "place",
         "read",
+        "recipe",
         "record",
         "refused_at_bytes",
-        "remake",
         "restored",
         "slot",
         "source",
@@ -298,14 +301,14 @@ class SavedStorage:
     deferred: Decision | None
     """Offloading postponed until it is known whether signs are enough. RESIDENT meanwhile."""
     encoding: Encoding | None
-    """How its bytes in ``tier`` are encoded; ``None``: they are as they were."""
+    """Encoding of its bytes in ``tier``; ``None`` if they are not encoded."""
     stuck: bool
     """Writing it has failed: it stays where it is."""
     refused_at_bytes: int
     """Bytes that tiers held when they had no room for it: once they hold less, it is not ``stuck``."""
-    remake: Remake | None
-    """How its bytes are recomputed, when it is SPILLED and no tier has them."""
-    awaits_maker: bool
+    recipe: Recipe | None
+    """Recomputation of its bytes, when it is SPILLED and no tier has them."""
+    awaits_recipe: bool
     """True if it is dropped when the call that makes it ends. RESIDENT meanwhile."""
 
     def __init__(
@@ -339,8 +342,8 @@ class SavedStorage:
         self.encoding = None
         self.stuck = False
         self.refused_at_bytes = -1
-        self.remake = None
-        self.awaits_maker = False
+        self.recipe = None
+        self.awaits_recipe = False
         self.state = Residency.RESIDENT
 
     @property
@@ -371,21 +374,21 @@ class Pass:
         end_ns: When its backward was over.
         began_ns: When it began, by the recorder's clock.
         backward_began_ns: When the first of its storages was needed, by the recorder's clock.
-        records: What was learnt about each slot, in the order of saving; not about those kept.
+        records: Facts about each slot that is not kept, in the order of saving.
         live: Storages that are not dead and not SMALL, by their position in the pass.
         saved_count: Storages above the floor that it has saved.
-        ordinals: How many of them each module has saved, by its path.
+        ordinals: Number of them that each module has saved, by its path.
         kept_count: KEPT storages that are alive.
         kept_bytes: The sum of all that ever were KEPT.
-        promoted: Whether any of them had to be made ready to be spilled.
+        promoted: True if any of them was promoted; see [Note: kept storages].
         small_bytes: The most bytes below the floor that were alive at once.
         small_count: Storages saved below the floor.
-        spilled: Whether any of its storages has been, or is being, written to a tier.
-        dropped: Storages that were not held, because they will be made again.
+        spilled: True if any of its storages has been, or is being, written to a tier.
+        dropped: Storages that were not held, because they will be recomputed.
         place: The furthest place of the plan's order of need that backward has come to; -1 before it.
-        window_full: Whether a read had to wait because the window was full.
-        observed: Whether it was watched closely enough to plan what to make again.
-        operators: What ran in it, if it was observed.
+        window_full: True if a read had to wait because the window was full.
+        observed: True if its operators were recorded, so that recomputation can be planned.
+        operators: Operators that ran in it, if it was observed.
         unrepeatable: Paths of modules that it showed to be unfit for recomputation.
     """
 
@@ -419,15 +422,15 @@ class Pass:
         self._position: dict[int, int] = {}
 
     def begin_backward(self, at_ns: int, clock_ns: int) -> None:
-        """The first of its storages is needed, at these times of compute and of the clock."""
+        """Begin backward, at these times of compute and of the clock: the first storage is needed."""
         self.backward_start_ns = at_ns
         self.backward_began_ns = clock_ns
 
     def retime(self, times: Mapping[int, int]) -> None:
-        """Put what is in ``times`` in the place of its moments; the order of them stays.
+        """Replace its times; their order stays.
 
         Args:
-            times: By the times that it has now, both in ns.
+            times: New times by the present ones, both in ns.
         """
         self.start_ns = times.get(self.start_ns, self.start_ns)
         if self.backward_start_ns is not None:
@@ -445,13 +448,13 @@ class Pass:
         self.operators = tuple(each for each in moved if each.took_ns)
 
     def new_key(self, module: str, nbytes: int) -> SlotKey:
-        """The identity of the next storage that ``module`` saves."""
+        """Return the key of the next storage that ``module`` saves, and count that."""
         ordinal = self.ordinals.get(module, 0)
         self.ordinals[module] = ordinal + 1
         return _slot_key(module, ordinal, nbytes)
 
     def next_ordinal(self, module: str) -> int:
-        """Of the next storage that ``module`` saves."""
+        """Return the ordinal of the next storage that ``module`` saves."""
         return self.ordinals.get(module, 0)
 
     def add(self, saved: SavedStorage) -> None:
@@ -462,7 +465,7 @@ class Pass:
         self._need = None  # saved during backward: the order of need changes
 
     def remove(self, saved: SavedStorage) -> None:
-        """The storage is dead."""
+        """Forget a storage that is dead."""
         self.live.pop(saved.index, None)
 
     @property
@@ -475,7 +478,7 @@ class Pass:
         return self.saved_count > 0
 
     def arrive(self, saved: SavedStorage, ranks: Mapping[MatchKey, int]) -> None:
-        """``saved`` is being needed now: what follows it is expected next.
+        """Move the place of backward to ``saved``, which is needed now.
 
         Args:
             saved: A storage of this pass.
@@ -491,10 +494,10 @@ class Pass:
         self._ahead = max(self._ahead, here + 1)
 
     def next_spilled(self, *, again: bool) -> SavedStorage | None:
-        """The next storage in the order of need that only a tier has; ``None`` if there is none.
+        """Return the next storage in the order of need that only a tier has, or ``None``.
 
         Args:
-            again: Also those of which every handle has been unpacked before.
+            again: Include storages of which every handle has been unpacked before.
         """
         need = self._need or ()
         while self._ahead < len(need):
@@ -504,7 +507,7 @@ class Pass:
                     return None  # its turn comes when it has been written, or it is needed first
                 if (
                     following.state is Residency.SPILLED
-                    and following.remake is None
+                    and following.recipe is None
                     and (again or following.pending > 0)
                     and in_tier_only(following)
                 ):
@@ -513,7 +516,7 @@ class Pass:
         return None
 
     def needed_last(self) -> Iterator[SavedStorage]:
-        """Live storages, the one that will be needed last first."""
+        """Yield live storages, the one that will be needed last first."""
         if self._need is None:
             yield from sorted(self.live.values(), key=_index)
             return

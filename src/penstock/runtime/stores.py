@@ -20,7 +20,7 @@ from penstock.core.units import GIB, MIB, format_bytes, round_down
 from penstock.io.engine import Engine
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
-from penstock.runtime.movers import CpuMover, Mover, page_slack_bytes
+from penstock.runtime.movers import CpuMover, Mover, Transport, page_slack_bytes
 from penstock.runtime.probe import measure
 from penstock.runtime.sampling import CodecSampler, Sampler
 from penstock.store.account import Account, host_account
@@ -76,6 +76,7 @@ class Stores:
         self._host_arena: Arena | None = None
         self._recorder = recorder
         self._mover: Mover | None = None
+        self._encoding: Transport | None = None
         self._budget = budget
         wrap = wrap_tier or (lambda tier: tier)
         self._accelerator: Accelerator | None = None
@@ -101,6 +102,11 @@ class Stores:
         return self._mover
 
     @property
+    def transport(self) -> Transport:
+        """The encoding stage in front of the mover once codecs are open; until then the mover."""
+        return self._encoding or self.mover
+
+    @property
     def timer(self) -> DeviceTimer | None:
         """Of the device; ``None``: it does not run behind the interpreter."""
         return None if self._accelerator is None else self._accelerator.timer
@@ -117,7 +123,7 @@ class Stores:
         return Sampler() if self._accelerator is None else self._accelerator.make_sampler()
 
     def open_codecs(self, budget: Account, device_bytes: int) -> int:
-        """Let the mover encode, from now on.
+        """Put an encoding stage in front of the mover.
 
         Args:
             budget: The device's. Scratch memory is taken from it: a part, 32 MiB at most, or 256 MiB on
@@ -137,13 +143,13 @@ class Stores:
         if scratch_bytes < LEAST_SCRATCH_BYTES:
             return 0
         mover.trim(scratch_bytes)
-        wrap: Callable[..., Mover]
+        stage: Callable[..., Transport]
         if accelerator is None:
-            wrap = importlib.import_module("penstock.runtime.encoding.mover").EncodingMover
+            stage = importlib.import_module("penstock.runtime.encoding.stage").HostEncodingStage
         else:
-            wrap = accelerator.encoding_mover()
+            stage = accelerator.encoding_stage()
         try:
-            self._mover = wrap(
+            self._encoding = stage(
                 mover, scratch_bytes=scratch_bytes, budget=budget, recorder=self._recorder
             )
         except BudgetError:
@@ -185,7 +191,7 @@ class Stores:
         if self._direct_engine is not None:
             self._direct_engine.close()
         if self._mover is not None:
-            self._mover.close()
+            self.transport.close()
         if self._host_arena is not None:
             self._host_arena.close()
         if self._host is not None:

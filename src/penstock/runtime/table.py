@@ -4,6 +4,12 @@
     One lock guards every ``SavedStorage``, ``Pass`` and table of the runtime. Under it there is
     bookkeeping only. Transfers are waited for, cancelled and given callbacks outside it, because a
     transfer that settles runs its callbacks in the caller's thread, and those take the lock.
+
+    SMALL storages are the exception: to take the lock would cost more than everything else. Their counts
+    change in statements without a call, between which no thread of the interpreter is switched and no
+    finalizer runs, and single operations on the table are atomic. So the table may change at any time,
+    also under the lock: take a list of its values before going through them. Two threads that save the
+    same SMALL storage at once may count it twice.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import torch
 from penstock.codec import registry
 from penstock.codec.base import Fidelity
 from penstock.core.config import UNLIMITED
-from penstock.core.locks import Lock
+from penstock.core.locks import Lock, defer
 from penstock.core.units import KIB, MIB
 from penstock.runtime.sampling import POSITIVE
 from penstock.runtime.storage import (
@@ -46,7 +52,9 @@ SMALL_CREDIT_BYTES: Final = 256 * KIB
 
 
 class StorageTable:
-    """Saved storages by address, with their charges. Methods are called under ``lock``, but for ``take``.
+    """Saved storages by address, with their charges.
+
+    Methods are called under ``lock``, but for ``take`` and ``end_small``.
 
     Attributes:
         lock: The runtime's lock.
@@ -161,14 +169,16 @@ class StorageTable:
             del self.kept_passes[of_pass]
 
     def end_small(self, small: SavedStorage) -> None:
-        """Count a SMALL storage no more; its last handle has died."""
+        """Count a SMALL storage no more; its last handle has died. Without the lock, in any finalizer."""
         small.state = Residency.DEAD
-        self.forget(small)
-        self.small_bytes -= small.nbytes
-        spare = self.small_taken_bytes - self.small_bytes
-        if spare > 4 * SMALL_CREDIT_BYTES or not self.small_bytes:
+        entry = self.entries.pop(small.cdata, None)
+        if entry is not small and entry is not None:  # a later storage at this address
+            self.entries.setdefault(small.cdata, entry)
+        held = self.small_bytes = self.small_bytes - small.nbytes
+        spare = self.small_taken_bytes - held
+        if spare > 4 * SMALL_CREDIT_BYTES or not held:
             self.small_taken_bytes -= spare
-            self._budget.free(spare, SMALL)
+            defer(self._budget.free, spare, SMALL)
 
 
 def _promote(saved: SavedStorage, storage: torch.UntypedStorage) -> None:

@@ -1,27 +1,37 @@
-"""Moves of one storage between device memory and tiers, and its states on the way."""
+"""Transfers of saved storages between device memory and tiers, and their states meanwhile."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import CancelledError
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from penstock.core.errors import (
+    BudgetError,
     ClosedError,
     NoSpaceError,
+    PenstockError,
+    RestoreError,
     SourceChangedError,
     TransferError,
 )
 from penstock.core.units import format_bytes
 from penstock.io.engine import Priority, Transfer
-from penstock.observe.recorder import Recorder
+from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.active_orders import ActiveOrders
-from penstock.runtime.movers import Mover
+from penstock.runtime.movers import Mover, Transport
 from penstock.runtime.storage import Encoding, Residency, SavedStorage, TensorRef
-from penstock.runtime.table import StorageTable, is_edited, is_settled
+from penstock.runtime.table import StorageTable, in_memory, is_edited, is_settled
 from penstock.store.base import Tier
 
+if TYPE_CHECKING:
+    from penstock.runtime.eviction import Eviction
+
 LATEST_SHARE: Final = 0.25
-"""Of the latest write in the running mean of how long writes take."""
+"""Weight of the latest write in the running mean of the time that writes take."""
 
 
 class Transfers:
@@ -30,12 +40,13 @@ class Transfers:
     Attributes:
         table: Saved storages, with the runtime's lock.
         writing: Writes under way.
-        writing_bytes: Of the storages that they free.
-        write_ns_per_byte: How long the last writes took from their beginning to their end.
+        writing_bytes: Bytes of the storages that they free.
+        write_ns_per_byte: Running mean of the time from the beginning of a write to its end.
         reading: Reads under way.
         restored: Storages in the state RESTORED.
-        failed: Whether a tier has refused or lost a write.
-        closed: Whether the session is closed: nothing moves any more.
+        transport: Writes, reads and discards: the mover, or the encoding stage in front of it.
+        failed: True once a tier has refused or lost a write.
+        closed: True once the session is closed: nothing moves any more.
     """
 
     def __init__(
@@ -47,7 +58,7 @@ class Transfers:
         active: ActiveOrders,
         recorder: Recorder,
     ) -> None:
-        """Move nothing yet. ``active`` has encodings for what has no room as it is."""
+        """Move nothing yet. ``active`` has encodings for storages that no tier has room for."""
         self.table = table
         self._lock = table.lock
         self._changed = table.changed
@@ -60,6 +71,7 @@ class Transfers:
         self.closed = False
         self.tiers = tiers
         self.mover = mover
+        self.transport: Transport = mover
         self._active = active
         self._recorder = recorder
 
@@ -72,7 +84,7 @@ class Transfers:
         """
         storage = saved.storage
         if storage is not None and not self.mover.frees(storage):
-            self._stays_for_good(saved)
+            self._keep_graph_memory(saved)
             return
         del storage
         if encoding is None and self._active.shortage:
@@ -91,62 +103,54 @@ class Transfers:
             self.writing += 1
             self.writing_bytes += saved.nbytes
             del storage
-        self._try(saved, self._order(first_tier))
+        self._write(saved, self._order(first_tier))
 
-    def _try(self, saved: SavedStorage, order: list[Tier]) -> None:
-        """Write a WRITING storage to the first of these tiers that has room, or see what else is left."""
-        full = self._begin(saved, order)
-        if full is not None:
-            self._try_others(saved, [], full=full)
+    def _write(self, saved: SavedStorage, tiers: list[Tier], *, full: bool = False) -> None:
+        """Write a WRITING storage to the first of ``tiers`` that takes it.
 
-    def _begin(self, saved: SavedStorage, order: list[Tier]) -> bool | None:
-        """Begin to write; ``None``, or if nobody can, whether that is because the last tier is full."""
-        storage, full = saved.storage, False
-        if storage is None:  # its last handle has died meanwhile
+        Args:
+            saved: The storage.
+            tiers: Tiers that have not refused it. If all do, and the last one is full, all are asked
+                again for an encoded storage, where there is an encoding for it.
+            full: Whether the last tier that was asked is full.
+        """
+        while True:
+            encoding = None
+            if full and not tiers and saved.encoding is None:
+                encoding = self._active.encoding_when_refused(saved.record)
             with self._lock:
-                self._stays(saved)
-            return None
-        start_ns = self._recorder.clock.now_ns()
-        for place, tier in enumerate(order, start=1):
+                storage = saved.storage
+                if saved.state is not Residency.WRITING or storage is None:
+                    self._fail_write(saved, stuck=False)  # it was needed, or it is dead
+                    return
+                if encoding is not None:
+                    saved.encoding, tiers = encoding, self._order("")
+                if not tiers:
+                    saved.refused_at_bytes = self.held_bytes if full else -1
+                    self._fail_write(saved)
+                    return
+            tier, *tiers = tiers
+            start_ns = self._recorder.clock.now_ns()
             try:
-                ticket = self.mover.write(storage, tier, saved.label, saved.encoding)
+                ticket = self.transport.write(storage, tier, saved.label, saved.encoding)
             except TransferError as error:  # full, most often; or the file cannot even be made
                 full = isinstance(error, NoSpaceError)
                 self._note_failure(f"spill.full.{tier.spec.name}", saved, error)
-                error.__traceback__ = (
-                    None  # its frames hold the handle, and a tier may hold the error
-                )
+                # its frames hold the handle, and a tier may hold the error
+                error.__traceback__ = None
                 continue
-            except BaseException:  # Ctrl-C, say: who waits for writes must not wait for this one
+            except BaseException:  # Ctrl-C, for example: waits for writes must not include this one
                 with self._lock:
-                    self._stays(saved, stuck=False)
+                    self._fail_write(saved, stuck=False)
                 raise
             with self._lock:
                 saved.ticket, saved.tier = ticket, tier
                 saved.of_pass.spilled = True
             del storage  # or this frame would keep it alive when the write is done
-            ticket.written.add_done_callback(partial(self._written, saved, start_ns, order[place:]))
-            return None
-        return full
+            ticket.written.add_done_callback(partial(self._written, saved, start_ns, tiers))
+            return
 
-    def _try_others(self, saved: SavedStorage, others: list[Tier], *, full: bool) -> None:
-        """A write came to nothing: ask other tiers, then all again for less if they are ``full``."""
-        shorter = None
-        if full and not others and saved.encoding is None:
-            shorter = self._active.encoding_when_refused(saved.record)
-        with self._lock:
-            if saved.state is not Residency.WRITING:
-                self._stays(saved, stuck=False)  # it was needed meanwhile, or its last handle died
-                return
-            if not (others or shorter):
-                saved.refused_at_bytes = self.held_bytes if full else -1
-                self._stays(saved)
-                return
-            if shorter is not None:
-                saved.encoding, others = shorter, self._order("")
-        self._try(saved, others)
-
-    def may_go(self, saved: SavedStorage) -> bool:
+    def can_spill(self, saved: SavedStorage) -> bool:
         """Return whether a RESIDENT storage can be spilled, as far as is known. Under the lock."""
         return not saved.stuck or self.held_bytes < saved.refused_at_bytes
 
@@ -155,8 +159,8 @@ class Transfers:
         """Bytes that tiers hold."""
         return sum(tier.held_bytes for tier in self.tiers.values())
 
-    def fill(self) -> str:
-        """How full the tiers are, for people."""
+    def usage(self) -> str:
+        """Return how full the tiers are, as text for errors."""
         return ", ".join(
             f"{name} holds {format_bytes(tier.held_bytes)} of {format_bytes(tier.spec.capacity_bytes)}"
             for name, tier in self.tiers.items()
@@ -169,10 +173,10 @@ class Transfers:
     def _written(
         self, saved: SavedStorage, start_ns: int, others: list[Tier], transfer: Transfer
     ) -> None:
-        """A write has ended; runs in a worker of the engine, or where it was cancelled.
+        """Handle the end of a write, in a worker of the engine or in the thread that cancelled it.
 
-        ``others`` are the tiers that were not asked: how long frames are shows late, so that one may
-        turn out to be full only when some of them are written.
+        ``others`` are the tiers that were not asked: lengths of frames are known late, so a tier may turn
+        out to be full only when some of them are written.
         """
         error = transfer.error
         taken = (self._recorder.clock.now_ns() - start_ns) / saved.nbytes
@@ -182,14 +186,14 @@ class Transfers:
         with self._lock:
             if error is None:
                 self.write_ns_per_byte += (taken - self.write_ns_per_byte) * LATEST_SHARE
-            if saved.state is Residency.DEAD:  # whoever let it die left charge and ticket to us
+            if saved.state is Residency.DEAD:  # its charge and ticket were left to this write
                 ticket, saved.ticket = saved.ticket, None
                 self.table.free(saved.nbytes)
-                self._over(saved)
+                self._end_write(saved)
                 full = False
             elif error is not None:
                 ticket, saved.ticket = saved.ticket, None
-                waits = saved.state is Residency.WRITING  # nobody has needed it meanwhile
+                waits = saved.state is Residency.WRITING  # it has not been needed meanwhile
                 full = full and waits
                 if not full:
                     # else a kernel of backward may have: oneDNN's LSTM writes to what it has saved
@@ -197,7 +201,7 @@ class Transfers:
                         waits and isinstance(error, SourceChangedError) and not is_edited(saved)
                     )
                     broken = isinstance(error, OSError) and not isinstance(error, NoSpaceError)
-                    self._stays(saved, stuck=broken or changed)
+                    self._fail_write(saved, stuck=broken or changed)
             else:
                 if saved.encoding is not None:
                     frame_bytes = getattr(saved.ticket, "frame_bytes", None)
@@ -205,9 +209,10 @@ class Transfers:
                 if saved.state is Residency.WRITING:
                     saved.state = Residency.SPILLED
                     self.table.drop_source(saved)
-                self._over(saved)  # else it was needed meanwhile: it stays, a later spill is free
+                # else it was needed meanwhile: it stays, a later spill is free
+                self._end_write(saved)
         if ticket is not None:
-            self.mover.discard(saved.tier, ticket)
+            self.transport.discard(saved.tier, ticket)
         if isinstance(error, OSError):
             self._note_failure(f"spill.failed.{saved.tier.spec.name}", saved, error)
         elif changed:
@@ -216,26 +221,26 @@ class Transfers:
         if frame_bytes is not None:
             self._active.note_frames(saved.record, frame_bytes)
         if full:
-            self._try_others(saved, others, full=True)
+            self._write(saved, others, full=True)
 
-    def _over(self, saved: SavedStorage) -> None:
+    def _end_write(self, saved: SavedStorage) -> None:
         saved.writing = False
         self.writing -= 1
         self.writing_bytes -= saved.nbytes
         self._changed.notify_all()
 
-    def _stays(self, saved: SavedStorage, *, stuck: bool = True) -> None:
-        """A write came to nothing. Under the lock."""
-        if saved.state is Residency.DEAD:  # whoever let it die left the charge to us
+    def _fail_write(self, saved: SavedStorage, *, stuck: bool = True) -> None:
+        """End a write that has failed or is not wanted any more. Under the lock."""
+        if saved.state is Residency.DEAD:  # its charge was left to this write
             self.table.free(saved.nbytes)
         elif stuck:
             saved.stuck = self.failed = True
         if saved.state is Residency.WRITING:
             saved.state = Residency.RESIDENT
-        self._over(saved)
+        self._end_write(saved)
 
-    def _stays_for_good(self, saved: SavedStorage) -> None:
-        """To spill it would free nothing: neither this one nor, in the next plan, its slot's."""
+    def _keep_graph_memory(self, saved: SavedStorage) -> None:
+        """Keep a storage whose memory would not be freed; the next plan keeps its slot, too."""
         with self._lock:
             saved.stuck, saved.refused_at_bytes = True, -1
             saved.record.held_elsewhere = True
@@ -257,21 +262,21 @@ class Transfers:
 
         Args:
             saved: What to read; nothing happens in any other state.
-            priority: Whether somebody waits for it.
+            priority: DEMAND if a thread waits for it.
             force: Exceed the budget if need be.
         """
         with self._lock:
             if saved.state is not Residency.SPILLED:
                 return True
             ticket = saved.ticket
-        target = self.mover.allocate(ticket, force=force)  # may take long: a device is asked
+        target = self.mover.allocate(ticket, force=force)  # may take long on a device
         if target is None:
             return False
         with self._lock:
             ours = saved.state is Residency.SPILLED
             if ours:
                 try:
-                    transfer = self.mover.read(saved.tier, ticket, target, priority)
+                    transfer = self.transport.read(saved.tier, ticket, target, priority)
                 except BaseException:
                     self.mover.drop(target)
                     raise
@@ -285,7 +290,7 @@ class Transfers:
         return True
 
     def _arrived(self, saved: SavedStorage, transfer: Transfer) -> None:
-        """A read has ended; runs in a worker of the engine."""
+        """Handle the end of a read, in a worker of the engine."""
         with self._lock:
             self.reading -= 1
             target, saved.target, saved.read = saved.target, None, None
@@ -302,12 +307,12 @@ class Transfers:
             self._changed.notify_all()
 
     def retire(self, saved: SavedStorage) -> None:
-        """Hold a RESTORED storage no longer: its users keep it alive. Under the lock."""
+        """Drop the reference to a RESTORED storage: its users keep it alive. Under the lock."""
         del self.restored[saved]
         saved.state = Residency.SPILLED
         saved.storage = None
 
-    # -- the end ----------------------------------------------------------------------------------
+    # -- end --------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Wait until nothing is being written or read."""
@@ -315,8 +320,8 @@ class Transfers:
             while self.writing or self.reading:
                 self._changed.wait()
 
-    def bury(self, saved: SavedStorage) -> Any | None:
-        """No handle is left: give back everything. Under the lock; from finalizers, by ``defer``.
+    def free(self, saved: SavedStorage) -> Any | None:
+        """Free a storage without handles. Under the lock; from finalizers, by ``defer``.
 
         Returns:
             A ticket for ``discard``, once the lock is released.
@@ -335,14 +340,14 @@ class Transfers:
         return ticket
 
     def discard(self, saved: SavedStorage, ticket: Any) -> None:
-        """Give back a buried storage's ticket; a write under way does it when it ends."""
+        """Discard the ticket of a storage that was freed; a write under way does it when it ends."""
         if saved.writing:
             ticket.written.cancel()
         elif saved.ticket is ticket:
             saved.ticket = None
-            self.mover.discard(saved.tier, ticket)
+            self.transport.discard(saved.tier, ticket)
 
-    # -- trouble ----------------------------------------------------------------------------------
+    # -- failures ---------------------------------------------------------------------------------
 
     def _note_failure(
         self, counter: str, saved: SavedStorage, error: OSError | SourceChangedError
@@ -355,6 +360,135 @@ class Transfers:
             f"{saved.label} cannot be spilled, it goes to another tier or stays in memory: {error};"
             " further failures of this kind are only counted",
         )
+
+
+class Reads:
+    """Begins reads. Thread-safe; called without the runtime's lock."""
+
+    def __init__(
+        self,
+        *,
+        active: ActiveOrders,
+        transfers: Transfers,
+        eviction: Eviction,
+        recorder: Recorder,
+        restored_bytes: Callable[[], int],
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            active: Order of need, read window and triggers.
+            transfers: Moves the bytes.
+            eviction: Finds room for demanded storages.
+            recorder: Receives spans of waits.
+            restored_bytes: Returns the device memory in use for restored storages.
+        """
+        self._active = active
+        self._transfers = transfers
+        self._eviction = eviction
+        self._recorder = recorder
+        self._restored_bytes = restored_bytes
+
+    def demand(self, saved: SavedStorage) -> torch.UntypedStorage:
+        """Read a storage from a tier while the caller waits; return it.
+
+        Raises:
+            RestoreError: They cannot be read back.
+            BudgetError: There can be no room for them.
+            ClosedError: The session is closed.
+        """
+        start_ns = self._recorder.clock.now_ns()
+        cause = StallCause.LATE
+        while True:
+            with self._transfers.table.lock:
+                storage = in_memory(saved)
+                transfer = saved.read if saved.state is Residency.READING else None
+            if storage is not None:
+                break
+            if self._transfers.closed:
+                raise session_closed(saved.label)
+            try:
+                if transfer is not None:
+                    transfer.promote(Priority.DEMAND)
+                    transfer.wait()
+                else:
+                    cause = StallCause.DEMAND
+                    self._begin_demand(saved)
+            except torch.OutOfMemoryError as error:  # the device has no memory for a frame
+                self._recorder.count("device.out_of_memory")
+                if not self._makes_room(saved):
+                    raise error from None
+            except (CancelledError, ClosedError, OSError) as error:
+                raise self._restore_error(saved, error) from error
+            except PenstockError as error:
+                if isinstance(error, MemoryError):
+                    raise
+                raise self._restore_error(saved, error) from error
+        if cause is StallCause.DEMAND:
+            self._recorder.count("prefetch.missed")
+        self._eviction.stalled(start_ns, cause, saved.label)
+        now_ns = self._recorder.clock.now_ns()
+        saved.record.waited_ns += now_ns - start_ns
+        self._recorder.span(Stage.UNPACK, start_ns, now_ns, nbytes=saved.nbytes, slot=saved.label)
+        return storage
+
+    def _makes_room(self, saved: SavedStorage) -> bool:
+        """Evict something else; return False if nothing is left to evict."""
+        try:
+            return self._eviction.make(
+                saved.nbytes, name=saved.label, of_pass=saved.of_pass, saved=saved
+            )
+        except BudgetError:
+            return False
+
+    def _begin_demand(self, saved: SavedStorage) -> None:
+        transfers = self._transfers
+        if transfers.fetch(saved, Priority.DEMAND):
+            self.ahead(saved, again=saved.pending <= 0)
+            return
+        needed = transfers.mover.charge_bytes(saved.ticket)
+        if not self._eviction.make(needed, name=saved.label, of_pass=saved.of_pass, saved=saved):
+            transfers.fetch(saved, Priority.DEMAND, force=True)
+
+    def ahead(self, saved: SavedStorage, *, again: bool) -> None:
+        """Begin to read what is needed after ``saved``, as far as the window allows.
+
+        Args:
+            saved: The storage that is being unpacked.
+            again: Whether its graph has been walked before, so that nothing is pending in it.
+        """
+        of_pass = saved.of_pass
+        orders, transfers = self._active.orders, self._transfers
+        with transfers.table.lock:
+            of_pass.arrive(saved, orders.ranks)
+            if orders.triggers:
+                place = orders.ranks.get(saved.key.match_key, -1)
+                of_pass.place = max(of_pass.place, place)
+        while True:
+            with transfers.table.lock:
+                following = of_pass.next_spilled(again=again)
+            if following is None or transfers.closed:
+                return
+            key, triggers = following.record.key, orders.triggers
+            if triggers and triggers.get(key.match_key, -1) > of_pass.place:
+                return
+            if not self._window_allows(following):
+                of_pass.window_full = True
+                return
+            if not transfers.fetch(following, Priority.PREFETCH):
+                return
+
+    def _window_allows(self, saved: SavedStorage) -> bool:
+        window = self._active.orders.window_bytes
+        if window is None:
+            return True
+        needed = self._transfers.mover.target_bytes(saved.ticket)
+        return self._restored_bytes() + needed <= window
+
+    def _restore_error(self, saved: SavedStorage, error: BaseException) -> PenstockError:
+        if self._transfers.closed:
+            return session_closed(saved.label)
+        return RestoreError(f"cannot restore {saved.label} for its backward: {error}")
 
 
 def session_closed(label: str) -> ClosedError:

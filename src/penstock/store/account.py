@@ -18,9 +18,10 @@
 [Note: accounts that yield]
     Saved tensors can be moved away, and buffers cannot. So the account of saved tensors *yields*
     (``yield_by``): if another one of the same memory is refused, ``make_room`` has it begin to free as
-    much, and waits until the bytes fit, for ``PATIENCE_S`` at most. Freed bytes are kept for the account
-    that needs them: meanwhile the one that yields is refused as if they were taken. A pool does so
-    before it refuses a block, so a buffer is only refused if nothing more can be moved.
+    much, and waits until the bytes fit, for ``PATIENCE_S`` at most; not at all if it holds less than is
+    missing. Freed bytes are kept for the account that needs them: meanwhile the one that yields is
+    refused as if they were taken. A pool does so before it refuses a block, so a buffer is only refused
+    if nothing more can be moved. The host tier does not, because saved tensors are moved there.
 
 [Note: budgets never deadlock]
     ``try_take`` never waits. A thread that must wait does so on ``changed``, and while waiting holds
@@ -245,13 +246,17 @@ class Account:
         with self._lock:
             parent._wanted_bytes += nbytes
         try:
-            for free in tuple(parent._yielding.values()):
+            yielding = tuple(parent._yielding.items())
+            if sum(each.used_bytes for each, _ in yielding) < nbytes - parent.free_bytes:
+                return False
+            for _, free in yielding:
                 free(nbytes - parent.free_bytes)
             with self.changed:
                 return self.changed.wait_for(lambda: parent.free_bytes >= nbytes, PATIENCE_S)
         finally:
             with self._lock:
                 parent._wanted_bytes -= nbytes
+                self.changed.notify_all()  # the accounts that yield are no longer refused these bytes
 
     def force(self, nbytes: int, owner: str) -> None:
         """Take ``nbytes`` even over the limits: a last resort, and for what makes memory free."""
@@ -299,7 +304,7 @@ class Account:
 
         Args:
             nbytes: Bytes that were refused.
-            slot: Purpose of the bytes: ``"the buffers of an optimizer"``.
+            slot: Purpose of the bytes: ``"1 of the 2 buffers that an optimizer needs"``.
             advice: Remedies, after "give it at least N bytes, or": ``"a smaller tile"``.
             least_bytes: Smallest limit that would do; zero: what is held, and ``nbytes``.
         """

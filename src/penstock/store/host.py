@@ -150,10 +150,11 @@ class HostTier(Tier):
         return blocks
 
     def _fill(self, blocks: list[Block], nbytes: int) -> None:
+        """Allocate, but have no memory freed for it: those that free memory write to this tier."""
         length = left = nbytes
         while left:
             free = self.arena.capacity_bytes - self.arena.used_bytes
-            block = self.arena.allocate(min(length, left)) if left <= free else None
+            block = self._block(min(length, left)) if left <= free else None
             if block is not None:
                 blocks.append(block)
                 left -= block.nbytes
@@ -161,6 +162,9 @@ class HostTier(Tier):
                 raise self._no_space(nbytes, free, "in its arena, or less by the memory budget")
             else:
                 length = round_up(length // 2, PAGE_BYTES)
+
+    def _block(self, nbytes: int) -> Block | None:
+        return self.arena.allocate(nbytes, wait=False)
 
     def _no_space(self, nbytes: int, free: int, of_what: str) -> NoSpaceError:
         return NoSpaceError(

@@ -139,7 +139,12 @@ class Pool(ABC):
         """Return the most that a block may charge to the account."""
 
     def allocate(
-        self, nbytes: int, *, alignment: int = PAGE_BYTES, force: bool = False
+        self,
+        nbytes: int,
+        *,
+        alignment: int = PAGE_BYTES,
+        force: bool = False,
+        wait: bool = True,
     ) -> Block | None:
         """Allocate ``nbytes`` of memory, contents undefined.
 
@@ -147,9 +152,8 @@ class Pool(ABC):
             nbytes: Length of the block.
             alignment: Its address is a multiple of this.
             force: Charge it even over the account's limits.
-
-        If the process's account is full, others free memory for it first, which is waited for: see
-        [Note: accounts that yield].
+            wait: If the process's account is full, have others free memory for it, and wait for that: see
+                [Note: accounts that yield].
 
         Returns:
             The block, or None if it does not fit the capacity, or the account, now. To wait, wait on
@@ -174,7 +178,7 @@ class Pool(ABC):
             block = self._allocate(nbytes, alignment, False)
         if block is None and force:
             return self._allocate(nbytes, alignment, True)
-        for _ in range(TRIES):
+        for _ in range(TRIES if wait else 0):
             if block is not None or not self.account.make_room(self.charge_bytes(nbytes)):
                 break
             block = self._allocate(nbytes, alignment, False)

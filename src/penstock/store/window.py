@@ -108,15 +108,30 @@ class TransferWindow(Generic[Item]):
         except Exception:
             self._release(item)
             raise
+        self.add(item, transfer, nbytes)
+        return transfer
+
+    def add(self, item: Item, transfer: Transfer, nbytes: int = 0) -> None:
+        """Append a transfer that has begun; see ``begin``."""
         self._in_flight.append(_InFlight(item, transfer, nbytes))
         self._nbytes += nbytes
-        return transfer
+
+    def pop(self) -> Item:
+        """Remove the oldest transfer and return its item. The caller waits for it, and releases it."""
+        item, _, nbytes = self._in_flight.popleft()
+        self._nbytes -= nbytes
+        return item
+
+    def pop_excess(self, nbytes: int) -> Item | None:
+        """Pop the oldest if ``nbytes`` more would exceed the limit; None if not, or if none is left.
+
+        Threads that share a window make room by this: under their lock, which they free to wait.
+        """
+        return self.pop() if self._in_flight and self._exceeds(nbytes) else None
 
     def make_room(self, nbytes: int) -> None:
         """Complete the oldest transfers until ``nbytes`` more are within the limit, or none is left."""
-        if self._limit_bytes is None:
-            return
-        while self._nbytes + nbytes > self._limit_bytes and self.advance():
+        while self._exceeds(nbytes) and self.advance():
             pass
 
     def take(self, allocate: Callable[[], Memory | None]) -> Memory | None:
@@ -158,7 +173,8 @@ class TransferWindow(Generic[Item]):
                 self._in_flight[0].transfer.wait()
             self._drop_oldest()
 
+    def _exceeds(self, nbytes: int) -> bool:
+        return self._limit_bytes is not None and self._nbytes + nbytes > self._limit_bytes
+
     def _drop_oldest(self) -> None:
-        item, _, nbytes = self._in_flight.popleft()
-        self._nbytes -= nbytes
-        self._release(item)
+        self._release(self.pop())

@@ -1,6 +1,6 @@
 """Simulation of one step, event by event: compute, the device's memory, and waits.
 
-It follows the runtime (``runtime/executor.py``, ``traffic.py``, ``reads.py``, ``room.py``):
+It follows the runtime (``runtime/executor.py``, ``transfers.py``, ``eviction.py``):
 
 1. A save takes its bytes. If they do not fit, it waits for writes to end; then prefetched copies are
    dropped, the one needed last first; then the budget is exceeded, and the plan is not feasible.

@@ -31,7 +31,7 @@ from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.cuda.timing import DeviceTimer
-from penstock.runtime.movers import Mover
+from penstock.runtime.movers import Mover, Transport
 from penstock.runtime.probe import host_memory, measure
 from penstock.runtime.sampling import CodecSampler
 from penstock.store.account import Account
@@ -93,10 +93,10 @@ class Accelerator:
         sampler: CodecSampler = samples.DeviceSampler(self.link, self._budget)
         return sampler
 
-    def encoding_mover(self) -> Callable[..., Mover]:
-        """Return the class of movers that encode on the device, but for what a session adds to it."""
+    def encoding_stage(self) -> Callable[..., Transport]:
+        """Return the class of stages that encode on the device, bound to its link."""
         encoding = importlib.import_module("penstock.runtime.cuda.encoding")
-        return partial(encoding.DeviceEncodingMover, link=self.link)
+        return partial(encoding.DeviceEncodingStage, link=self.link)
 
     def open_mover(
         self, config: OffloadConfig, host: Account, flash: Tier | None

@@ -1,4 +1,4 @@
-"""A mover of CUDA devices that encodes on the device before the copy, and decodes after it.
+"""Encoding of storages on the CUDA device, before the copy to host memory, and decoding after it.
 
 [Note: encoding on the device]
     FlashNeuron (FAST 2021) compresses on the GPU what it offloads, in the order of the compute stream.
@@ -47,10 +47,9 @@ from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.link import Link, Stream
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.tickets import CudaTarget, Fill
-from penstock.runtime.encoding.jobs import ReadJob, WriteJob
-from penstock.runtime.encoding.mover import AnyEncodingMover
+from penstock.runtime.encoding.jobs import EncodedTicket, ReadJob, WriteJob
 from penstock.runtime.encoding.scratch import ScratchSlots
-from penstock.runtime.encoding.tickets import EncodedTicket
+from penstock.runtime.encoding.stage import EncodingStage
 from penstock.staging import bytes_of
 from penstock.store.account import Account
 from penstock.store.base import Tier
@@ -220,13 +219,11 @@ class DeviceReadJob(ReadJob):
             target.fill = Fill(stream, made=side.link.record(stream))
 
 
-class DeviceEncodingMover(AnyEncodingMover[CudaMover, CudaTarget]):
+class DeviceEncodingStage(EncodingStage[CudaMover, CudaTarget]):
     """For storages of CUDA devices: frames are made on the device.
 
     See [Note: encoding on the device]. Thread-safe; ``write`` and ``read`` wait for nothing.
     """
-
-    runs_behind = True
 
     def __init__(
         self,
@@ -237,7 +234,7 @@ class DeviceEncodingMover(AnyEncodingMover[CudaMover, CudaTarget]):
         budget: Account,
         recorder: Recorder,
     ) -> None:
-        """Wrap ``inner``, which from now on belongs to this mover.
+        """Stand in front of ``inner``, which is closed with the stage.
 
         Args:
             inner: Moves frames, and what is not encoded.

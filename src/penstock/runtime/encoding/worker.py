@@ -24,9 +24,8 @@ from penstock.core.locks import condition
 from penstock.core.process import fork_guard
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.encoding.jobs import CodecJob, ReadJob, WriteJob
+from penstock.runtime.encoding.jobs import CodecJob, EncodedTicket, ReadJob, WriteJob
 from penstock.runtime.encoding.scratch import ScratchSlots, Slot
-from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.store.base import Ticket
 
 THREAD_NAME: Final = "penstock-codec"

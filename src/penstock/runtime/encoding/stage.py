@@ -1,11 +1,10 @@
-"""A mover that encodes on the way out, where it is told to, and decodes on the way back."""
+"""Encoding stage in front of a mover: storages are encoded on the way out and decoded on the way back."""
 
 from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,11 +14,10 @@ from penstock.codec.base import ITEMSIZE, Codec
 from penstock.core.locks import defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.encoding.jobs import ReadJob, WriteJob
+from penstock.runtime.encoding.jobs import EncodedTicket, ReadJob, WriteJob
 from penstock.runtime.encoding.scratch import Scratch, ScratchSlots
-from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.runtime.encoding.worker import CodecWorker
-from penstock.runtime.movers import BlockTarget, CpuMover, Mover
+from penstock.runtime.movers import BlockTarget, CpuMover, Mover, Transport
 from penstock.runtime.storage import Encoding
 from penstock.store.account import Account
 from penstock.store.base import Tier, Window
@@ -28,14 +26,14 @@ InnerT = TypeVar("InnerT", bound=Mover)
 TargetT = TypeVar("TargetT")
 
 
-class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
-    """Moves storages as the mover inside it does, or as frames of a codec. Thread-safe.
+class EncodingStage(Transport, Generic[InnerT, TargetT]):
+    """Writes storages as frames of a codec, or through the mover as they are. Thread-safe.
 
-    Only ``write``, ``read``, ``discard``, ``drain`` and ``close`` differ from the inner mover's. How a
-    piece is encoded, and where frames are, is a subclass's to say.
+    Memory for what comes back, and the order of uses, stay with the mover. A subclass decides how a
+    piece is encoded and where frames lie.
 
     Attributes:
-        inner: The mover inside.
+        inner: The mover behind this stage.
     """
 
     def __init__(
@@ -45,16 +43,15 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
         recorder: Recorder,
         adopt_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wrap ``inner``, which from now on belongs to this mover, as does ``scratch``."""
-        self.device = inner.device
+        """Stand in front of ``inner``, which is closed with the stage, as is ``scratch``."""
         self.inner = inner
         self._recorder = recorder
         self._scratch = scratch
         self._worker = CodecWorker(scratch, recorder, adopt_thread)
-        # A mover that is dropped without close must not leave its thread behind.
+        # A stage that is dropped without close must not leave its thread behind.
         weakref.finalize(self, defer, self._worker.stop).atexit = False
 
-    # -- what a subclass says ---------------------------------------------------------------------
+    # -- decided by subclasses ---------------------------------------------------------------------
 
     def _has_form(self, codec: str) -> bool:
         """Return whether the codec can work with memory of this device; if not, that is counted."""
@@ -81,7 +78,7 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
         """Have the worker encode it, as soon as that may be done."""
         self._worker.submit(job)
 
-    # -- encoded ----------------------------------------------------------------------------------
+    # -- transport ----------------------------------------------------------------------------------
 
     def write(
         self,
@@ -100,7 +97,7 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
         its elements could, or by a codec without a form for the device.
 
         Raises:
-            NoSpaceError: Without an encoding, as the inner mover.
+            NoSpaceError: Without an encoding, as for the mover.
             ConfigError: There is no such codec, it does not accept the type, or it needs more scratch.
             HookError: A CUDA graph is being captured.
             ClosedError: The mover or the tier is closed, or this is a forked process.
@@ -125,7 +122,7 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
     def read(self, tier: Tier, ticket: Any, target: TargetT, priority: Priority) -> Transfer:
         """Begin to read, and to decode what was encoded.
 
-        The transfer fails as the inner mover's does, with CodecError if a frame is damaged, and with
+        The transfer fails as the mover's does, with CodecError if a frame is damaged, and with
         CancelledError if the ticket is discarded meanwhile. Of what was encoded it settles when the
         target is filled, and nothing touches it any more.
 
@@ -148,7 +145,7 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
         return transfer
 
     def discard(self, tier: Tier, ticket: Any) -> None:
-        """Give the frames up. What of them is under way ends as cancelled. Idempotent."""
+        """Discard the frames. Those under way end as cancelled. Idempotent."""
         if not isinstance(ticket, EncodedTicket):
             self.inner.discard(tier, ticket)
             return
@@ -162,91 +159,25 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
         self.inner.drain()
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for the rest, and close the inner mover. Idempotent.
+        """Cancel what has not begun, wait for the rest, and close the mover. Idempotent.
 
         Never call it in a done callback of a transfer: that transfer has not ended yet.
         """
         self._worker.close()
         self.inner.close()
 
-    # -- as the inner mover -----------------------------------------------------------------------
 
-    def allocate(self, ticket: Any, *, force: bool = False) -> Any:
-        """Memory for the storage, not for its frames."""
-        return self.inner.allocate(ticket, force=force)
-
-    def finish(self, target: TargetT) -> torch.UntypedStorage:
-        """As the inner mover."""
-        return self.inner.finish(target)
-
-    def use(self, storage: torch.UntypedStorage) -> None:
-        """As the inner mover."""
-        self.inner.use(storage)
-
-    def free_early(self, storage: torch.UntypedStorage) -> None:
-        """As the inner mover."""
-        self.inner.free_early(storage)
-
-    def made(self, storage: torch.UntypedStorage) -> None:
-        """As the inner mover."""
-        self.inner.made(storage)
-
-    def frees(self, storage: torch.UntypedStorage) -> bool:
-        """As the inner mover."""
-        return self.inner.frees(storage)
-
-    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-        """As the inner mover."""
-        return self.inner.here(device)
-
-    def account(self, budget_of: Callable[[torch.device], Account]) -> None:
-        """As the inner mover; scratch memory is the session's own device's."""
-        self.inner.account(budget_of)
-
-    def drop(self, target: TargetT) -> None:
-        """As the inner mover."""
-        self.inner.drop(target)
-
-    def trim(self, nbytes: int) -> int:
-        """As the inner mover: scratch memory is never idle."""
-        return self.inner.trim(nbytes)
-
-    def rest(self) -> int:
-        """As the inner mover."""
-        return self.inner.rest()
-
-    def wake(self) -> None:
-        """As the inner mover."""
-        self.inner.wake()
-
-    def retouch_ns(self, nbytes: int) -> float:
-        """As the inner mover."""
-        return self.inner.retouch_ns(nbytes)
-
-    def target_bytes(self, ticket: Any) -> int:
-        """As the inner mover, for the storage."""
-        return self.inner.target_bytes(ticket)
-
-    def charge_bytes(self, ticket: Any) -> int:
-        """As the inner mover, for the storage."""
-        return self.inner.charge_bytes(ticket)
-
-    def used_bytes(self) -> int:
-        """As the inner mover."""
-        return self.inner.used_bytes()
-
-
-class EncodingMover(AnyEncodingMover[CpuMover, BlockTarget]):
+class HostEncodingStage(EncodingStage[CpuMover, BlockTarget]):
     """For storages of host memory.
 
     What comes back has the same place in a cache line as the storage had. What the codecs work in, and
-    why that suffices, is told in [Note: scratch].
+    why that suffices, is in [Note: scratch].
     """
 
     def __init__(
         self, inner: CpuMover, *, scratch_bytes: int, budget: Account, recorder: Recorder
     ) -> None:
-        """Wrap ``inner``, which from now on belongs to this mover.
+        """Stand in front of ``inner``, which is closed with the stage.
 
         Args:
             inner: Moves what is not encoded, and has the memory for what comes back.
