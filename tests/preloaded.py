@@ -1,10 +1,10 @@
 """Python processes forked from one that has imported torch, NumPy and Penstock already.
 
 A fresh interpreter takes more than two seconds of processor time to import them. ``run`` and ``Process``
-are as ``subprocess.run`` and ``subprocess.Popen``, given the words behind ``python``: ``["-c", code, ...]``
-or ``[script, ...]``, and ``-W`` before them. Such a process has a number of its own, its own standard
-streams, working directory and environment, ends by its own exit code or signal, and runs ``atexit``
-functions.
+are as ``subprocess.run`` and ``subprocess.Popen``, given the words behind ``python``: ``["-c", code]`` or
+``[script]``, both with arguments, and ``-W`` before them. Such a process has a number of its own, its own
+standard streams, working directory and environment, ends by its own exit code or signal, and runs
+``atexit`` functions.
 
 Use ``subprocess`` where the start is the subject: what an import loads or reads of the environment
 (``OMP_NUM_THREADS``, ``MALLOC_*``, ``LD_LIBRARY_PATH``), ``python -m``, and resident memory.
