@@ -10,7 +10,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import time
 from functools import lru_cache
 
@@ -22,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import preloaded
 import test_bitwise
 import test_bitwise_random
 from offload_runs import (
@@ -597,12 +597,11 @@ with Session(config, model=net, wrap_tier=slow, machine=Machine("slow", 1e6, 1e6
 
 @pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_ends_a_wait_for_an_encoded_write(disk_path):
-    child = subprocess.Popen(
-        [sys.executable, "-c", CTRL_C, str(disk_path)],
+    child = preloaded.Process(
+        ["-c", CTRL_C, disk_path],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PENSTOCK_SLAB": "16MiB", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PENSTOCK_SLAB": "16MiB"},
     )
     assert child.stdout.readline() == "here\n"
     time.sleep(1.5)

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import penstock
+import preloaded
 from offload_runs import assert_nothing_held, assert_within_budget, same_bits, wait_until
 
 NETWORK = """
@@ -212,12 +212,11 @@ def test_backward_after_the_session_is_an_error_that_names_the_slot(session_for)
 
 
 def start(script, *args):
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
+    return preloaded.Process(
+        ["-c", textwrap.dedent(script), *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PENSTOCK_SLAB": "16MiB", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PENSTOCK_SLAB": "16MiB"},
     )
 
 
@@ -261,12 +260,11 @@ stop("after")
 
 def test_kill_9_leaves_no_file(disk_path):
     phases = ["forward", "between", "backward", "step"]
-    with subprocess.Popen(
-        [sys.executable, "-c", PHASES, str(disk_path), *phases],
+    with preloaded.Process(
+        ["-c", PHASES, disk_path, *phases],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PENSTOCK_SLAB": "16MiB", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PENSTOCK_SLAB": "16MiB"},
     ) as parent:
         for line, phase in zip(parent.stdout, phases, strict=True):
             said, pid = line.split()

@@ -6,13 +6,13 @@ direction and dropout decide which.
 """
 
 from dataclasses import dataclass
-from itertools import combinations, product
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from grids import grid, pairwise
 from operator_runs import all_equal
 
 LAYERS = {
@@ -47,34 +47,10 @@ class Case:
     projected: bool = False
     bias: bool = True
 
-    @property
-    def exists(self):
-        """Only an LSTM projects."""
-        return not self.projected or self.kind is nn.LSTM
 
-
-def grid(choices):
-    names = list(choices)
-    cases = [Case(**dict(zip(names, values, strict=True))) for values in product(*choices.values())]
-    return [case for case in cases if case.exists]
-
-
-def pairwise(choices):
-    """Cases of the grid in which every pair of two choices occurs that occurs at all."""
-    names = list(choices)
-
-    def pairs(case):
-        values = [(name, getattr(case, name)) for name in names]
-        return set(combinations(values, 2))
-
-    cases = grid(choices)
-    missing = set().union(*map(pairs, cases))
-    chosen = []
-    while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return chosen
+def rows_of(choices):
+    """The grid; only an LSTM projects."""
+    return grid(choices, lambda kind, projected=False, **_: not projected or kind is nn.LSTM)
 
 
 def layer_loss(case):
@@ -120,8 +96,8 @@ def outcome(make, case, settle=lambda: None):
     return [value], [each.grad for each in leaves]
 
 
-def assert_same(everything, make, cases):
-    for case in cases:
+def assert_same(everything, make, rows):
+    for case in (Case(**row) for row in rows):
         with everything.session.paused():
             plain = outcome(make, case)
         before = everything.reads
@@ -134,7 +110,7 @@ def assert_same(everything, make, cases):
     ("make", "choices"), [(layer_loss, LAYERS), (cell_loss, CELLS)], ids=["layers", "cells"]
 )
 def test_every_pair_of_choices(everything, make, choices):
-    assert_same(everything, make, pairwise(choices))
+    assert_same(everything, make, pairwise(rows_of(choices)))
 
 
 @pytest.mark.slow
@@ -142,4 +118,4 @@ def test_every_pair_of_choices(everything, make, choices):
     ("make", "choices"), [(layer_loss, LAYERS), (cell_loss, CELLS)], ids=["layers", "cells"]
 )
 def test_every_choice(everything, make, choices):
-    assert_same(everything, make, grid(choices))
+    assert_same(everything, make, rows_of(choices))

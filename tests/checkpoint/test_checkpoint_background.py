@@ -1,7 +1,5 @@
 """A save in the background is of one moment, whatever training does meanwhile."""
 
-import subprocess
-import sys
 import threading
 import time
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from checkpoint_runs import BLOCK, assert_same, small_store
 
+import preloaded
 from offload_runs import wait_until
 from penstock import CheckpointError, PenstockWarning, TransferError
 from penstock.checkpoint import Checkpointer, Saving, checkpointer
@@ -500,7 +499,7 @@ checkpoints.save(1, {"weight": weight}, wait=False)
 
 
 def test_a_save_is_done_when_the_program_ends_and_one_that_fails_is_told(disk_path):
-    subprocess.run([sys.executable, "-c", PROGRAM, str(disk_path)], timeout=100, check=True)
+    preloaded.run(["-c", PROGRAM, disk_path], timeout=100, check=True)
     for how in ("memory", "slow memory"):
         assert (disk_path / f"{how}.err").read_text() == ""
         with Checkpointer(disk_path / how) as checkpoints:

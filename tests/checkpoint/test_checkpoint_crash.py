@@ -3,8 +3,6 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -19,6 +17,7 @@ from checkpoint_runs import (
     state,
 )
 
+import preloaded
 from penstock import (
     CheckpointError,
     DamagedError,
@@ -210,10 +209,7 @@ def test_a_process_that_is_killed_leaves_the_old_one_or_the_new(share, disk_path
     at = int(share * len(calls))
     STORE.save(disk_path / "a", state(1))
     program = textwrap.dedent(PROGRAM).format(tests=os.path.dirname(__file__))
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(disk_path / "a"), str(at)],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+    done = preloaded.run(["-c", program, disk_path / "a", str(at)])
     assert done.returncode == -signal.SIGKILL, done.stderr
     exchanged = any(what == "exchange" for what, _ in calls[:at])
     assert_same(STORE.load(disk_path / "a"), state(2 if exchanged else 1))

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import textwrap
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_runs import assert_same, no_space, rewrite, small_store
 from torch.distributed.checkpoint.api import CheckpointException
 
+import preloaded
 from penstock import CheckpointError, DamagedError, NoSpaceError, checkpoint
 from penstock.checkpoint.dcp import DcpReader, DcpWriter
 from penstock.checkpoint.disk import Disk, failed
@@ -203,13 +203,20 @@ def test_ranks_write_their_parts_and_another_number_reads_them(disk_path):
 
     def run(world, what):
         ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", program, str(disk_path / "a"), str(rank), str(world),
-                 str(disk_path / f"meet-{what}"), what],
-                stderr=subprocess.PIPE, text=True,
+            preloaded.Process(
+                [
+                    "-c",
+                    program,
+                    disk_path / "a",
+                    str(rank),
+                    str(world),
+                    disk_path / f"meet-{what}",
+                    what,
+                ],
+                stderr=subprocess.PIPE,
             )
             for rank in range(world)
-        ]  # fmt: skip
+        ]
         told = [each.communicate(timeout=280)[1] for each in ranks]
         assert [each.returncode for each in ranks] == [0] * world, told
 

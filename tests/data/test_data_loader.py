@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
+import preloaded
 from penstock.core.errors import (
     BudgetError,
     ChecksumError,
@@ -646,8 +647,7 @@ def test_a_worker_of_torchs_loader_that_is_killed(rows, tmp_path):
     path, _ = rows(60)
     script = tmp_path / "dies.py"
     script.write_text(KILLED_WORKER)
-    command = [sys.executable, str(script), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = preloaded.run([script, path], timeout=120)
     assert done.returncode != 0
     assert "Error" in done.stderr
 

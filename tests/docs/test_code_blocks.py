@@ -8,14 +8,13 @@ every option are looked up in its ``--help``.
 import contextlib
 import functools
 import io
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import preloaded
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -71,15 +70,7 @@ def test_the_python_blocks_of_a_page_run_in_order(page, disk_path):
     program.write_text(python_source(page))
     work = disk_path / "work"
     work.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(program)],
-        cwd=work,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = preloaded.run(["-W", "error", program], cwd=work)
     assert done.returncode == 0, f"{page} (lines are the page's):\n{done.stderr}"
 
 

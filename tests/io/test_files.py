@@ -5,13 +5,12 @@ import errno
 import fcntl
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 import warnings
 
 import pytest
 
+import preloaded
 from penstock.core.errors import (
     ClosedError,
     ConfigError,
@@ -102,7 +101,7 @@ def test_nothing_is_left_of_a_killed_process(tmp_path):
         "import os, sys; from penstock.io.files import open_unlinked;"
         "f = open_unlinked(sys.argv[1]); f.preallocate(1 << 20); os.kill(os.getpid(), 9)"
     )
-    killed = subprocess.run([sys.executable, "-c", code, tmp_path], check=False)
+    killed = preloaded.run(["-c", code, tmp_path])
     assert killed.returncode == -9
     assert os.listdir(tmp_path) == []
 

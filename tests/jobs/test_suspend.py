@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
+import preloaded
 from offload_runs import GatedTier, assert_nothing_held, same_bits, session_in, wait_until
 from pages_resident import resident_bytes
 from penstock import checkpoint
@@ -299,9 +300,7 @@ def test_who_touches_it_meanwhile_does_not_go_on_with_wrong_numbers(disk_path):
         "    penstock.suspend(session)\n"
         "    print(model.weight.sum())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(disk_path)], capture_output=True, timeout=120, check=False
-    )
+    done = preloaded.run(["-c", code, disk_path], timeout=120)
     assert done.returncode == -signal.SIGSEGV
     assert not done.stdout
 

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import preloaded
 from penstock.core.errors import ConfigError, PenstockWarning, TransferError
 from penstock.observe import log as log_module
 from penstock.observe.clock import ManualClock
@@ -46,13 +46,7 @@ def full_disk(monkeypatch):
 
 
 def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    return preloaded.run(["-c", textwrap.dedent(code), *map(str, args)])
 
 
 def test_every_kind_of_line_has_its_documented_fields(path):

@@ -1,7 +1,6 @@
 """A budget for gradients beside ``DistributedDataParallel``, which averages them after they have left."""
 
-import subprocess
-import sys
+import preloaded
 
 PROGRAM = """
 import contextlib, os, sys, torch, torch._dynamo, torch.distributed as dist, warnings
@@ -59,12 +58,6 @@ def test_gradients_that_are_averaged_over_processes_are_the_same_bits(disk_path)
     places = [disk_path / name for name in ("0", "1")]
     for each in places:
         each.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(disk_path / "meet"), *map(str, places)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = preloaded.run(["-c", PROGRAM, disk_path / "meet", *places])
     assert done.returncode == 0, done.stderr
     assert all((each / "same").exists() for each in places), done.stderr

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 from optim_runs import assert_same, parameters, train
 
+import preloaded
 from penstock import ChecksumError, ConfigError
 from penstock.optim import FlashAdamW
 
@@ -144,10 +143,7 @@ _LATER = [pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 6, 7, 9, 13, 1
 @pytest.mark.parametrize("when", [8, *_LATER])
 def test_a_run_that_is_killed_anywhere_goes_on_after_its_last_completed_step(when, small):
     program = textwrap.dedent(PROGRAM).format(tests=os.path.dirname(__file__))
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(small["flash"]), str(when)],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+    done = preloaded.run(["-c", program, small["flash"], str(when)])
     assert done.returncode == -signal.SIGKILL, done.stderr
     completed = len(done.stdout.split())
     theirs, ours = parameters(), parameters()

@@ -3,10 +3,10 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+import preloaded
+from grids import parametrize
 
 VICTIM = """
 import sys, threading, time
@@ -43,18 +43,22 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("phase", ["open", "write", "rest", "read"])
-@pytest.mark.parametrize("kind", ["flash", "reserved"])
-@pytest.mark.parametrize("tmpfile", [True, False], ids=["O_TMPFILE", "unlink"])
-def test_killed(phase, tmpfile, kind, tmp_path):
+@parametrize(
+    {
+        "phase": ("open", "write", "rest", "read"),
+        "kind": ("flash", "reserved"),
+        "opened": ("O_TMPFILE", "unlink"),
+    }
+)
+def test_killed(phase, opened, kind, tmp_path):
     directories = [tmp_path / "a", tmp_path / "b"]
     for each in directories:
         each.mkdir()
-    prelude = "" if tmpfile else "import os; os.O_TMPFILE = os.O_DIRECTORY\n"  # as an old kernel
-    victim = subprocess.Popen(
-        [sys.executable, "-c", prelude + VICTIM, kind, phase, *map(str, directories)],
+    as_an_old_kernel = "import os; os.O_TMPFILE = os.O_DIRECTORY\n"
+    prelude = as_an_old_kernel if opened == "unlink" else ""
+    victim = preloaded.Process(
+        ["-c", prelude + VICTIM, kind, phase, *directories],
         stdout=subprocess.PIPE,
-        text=True,
     )
     with victim:
         assert victim.stdout.readline() == "ready\n"

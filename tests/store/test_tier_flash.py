@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tier_builders import flash, outcome
 
+import preloaded
 from penstock.core.errors import (
     ClosedError,
     ConfigError,
@@ -302,11 +303,10 @@ tier.close()
 
 def test_two_processes_in_one_directory(tmp_path):
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", NEIGHBOUR, str(tmp_path), str(value)],
+        preloaded.Process(
+            ["-c", NEIGHBOUR, tmp_path, str(value)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
         for value in (1, 2)
     ]
