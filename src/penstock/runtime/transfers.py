@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -23,12 +23,9 @@ from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.movers import Mover, Transport
-from penstock.runtime.storage import Encoding, Residency, SavedStorage, TensorRef
+from penstock.runtime.storage import Encoding, Pass, Residency, SavedStorage, TensorRef
 from penstock.runtime.table import StorageTable, in_memory, is_edited, is_settled
 from penstock.store.base import Tier
-
-if TYPE_CHECKING:
-    from penstock.runtime.eviction import Eviction
 
 LATEST_SHARE: Final = 0.25
 """Weight of the latest write in the running mean of the time that writes take."""
@@ -362,6 +359,16 @@ class Transfers:
         )
 
 
+class RoomMaker(Protocol):
+    """Frees device memory for reads that backward waits for: ``Eviction``, which is above this module."""
+
+    def make(self, nbytes: int, *, name: str, of_pass: Pass, saved: SavedStorage | None) -> bool:
+        """Take one step towards ``nbytes`` of free budget; return False if it must be exceeded."""
+
+    def stalled(self, start_ns: int, cause: StallCause, name: str) -> None:
+        """Account for a wait that ends now."""
+
+
 class Reads:
     """Begins reads. Thread-safe; called without the runtime's lock."""
 
@@ -370,7 +377,7 @@ class Reads:
         *,
         active: ActiveOrders,
         transfers: Transfers,
-        eviction: Eviction,
+        eviction: RoomMaker,
         recorder: Recorder,
         restored_bytes: Callable[[], int],
     ) -> None:
