@@ -79,7 +79,7 @@ def test_a_loader_and_a_session_share_an_engine(session_for, floats, monkeypatch
         monkeypatch.setattr(engine, "submit_batch", noted)
         assert session._stores.tiers["flash"].engine is engine
         with FlashLoader(FlashDataset(path, memory="1MiB"), 64, seed=2, session=session) as loader:
-            assert loader._plant.engine is engine
+            assert loader._resources.engine is engine
             train(net, loader, shared)
             assert loader.read_demand_bytes_per_s >= loader.demand_bytes_per_s > 0
             assert session.summary().loaders_bytes_per_s > 0
@@ -109,10 +109,10 @@ def test_a_loader_rests_while_its_session_is_suspended(session_for, floats, orde
                 if number not in after:
                     continue
                 state, stats, kept = loader.state_dict(), loader.stats(), batch.clone()
-                maps.append(weakref.ref(loader._plant.ring._mapping))
+                maps.append(weakref.ref(loader._resources.ring._mapping))
                 assert penstock.suspend(session).nbytes > 0
                 assert loader.held_bytes == 0
-                assert loader._plant is loader._stream is None
+                assert loader._resources is loader._stream is None
                 assert loader.stats()["read_bytes"] == stats["read_bytes"]
                 assert torch.equal(batch, kept)
                 penstock.resume(session)

@@ -104,9 +104,6 @@ def test_the_readme_is_one_screen_and_a_half():
     assert sum(line.startswith("| ") for line in lines) <= 13  # a heading, and twelve rows
 
 
-OLD_NAMES = {"penstock.data.plant"}
-"""Modules that still have a name of this kind; no others may."""
-
 NO_NAMES_OF_MODULES = {
     *(
         "about",
@@ -174,9 +171,5 @@ def test_docstrings_say_what_a_thing_is_in_a_phrase_that_stands_alone(survey, tr
 
 
 def test_modules_are_called_by_nouns_of_the_field(trees):
-    bad = [
-        module
-        for module in trees
-        if module.rpartition(".")[2] in NO_NAMES_OF_MODULES and module not in OLD_NAMES
-    ]
+    bad = [module for module in trees if module.rpartition(".")[2] in NO_NAMES_OF_MODULES]
     assert bad == []

@@ -220,7 +220,7 @@ def test_what_is_resident_is_what_was_given(disk_path, size, order):
 def test_nothing_stays_in_the_page_cache(rows):
     path, _ = rows(2000, 4096)
     with FlashLoader(FlashDataset(path, memory="1MiB"), 16, order="window") as loader:
-        if not loader._plant.reader._open(0).direct:
+        if not loader._resources.reader._open(0).direct:
             pytest.skip("no direct I/O in the directory for temporary files")
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -291,7 +291,7 @@ def test_batches_that_turn_out_large_leave_less_to_read_into(rows):
     dataset = FlashDataset(path, memory="1MiB", decode=lambda sample: np.zeros(1 << 12, np.uint8))
     with FlashLoader(dataset, 32, order="full") as loader:
         assert sum(len(batch) for batch in loader) == 64
-        assert loader._plant.waiting_bytes >= 3 * 32 << 12
+        assert loader._resources.waiting_bytes >= 3 * 32 << 12
         assert loader.held_bytes <= 1 << 20
     dataset = FlashDataset(path, memory="1MiB", decode=lambda sample: np.zeros(1 << 14, np.uint8))
     with FlashLoader(dataset, 32) as loader, pytest.raises(BudgetError, match="batches that wait"):
@@ -683,7 +683,7 @@ def test_batches_that_are_kept_keep_their_bytes(rows, order):
     with FlashLoader(FlashDataset(path, memory="32MiB"), 16, order=order) as loader:
         kept = list(loader)
         dropped = [numbers(batch) for batch in loader]
-        reused = loader._plant._batches
+        reused = loader._resources._batches
         assert reused.used_bytes == 96 * 65536
     for batch in kept:
         assert np.array_equal(batch.numpy(), array[numbers(batch)])
@@ -711,14 +711,14 @@ def test_batches_are_the_memory_that_was_read_to(blocks, chosen, monkeypatch):
     monkeypatch.setattr("penstock.data.decode.gather", lambda *args: copied.append(gather(*args)))
     settings = {"order": chosen, "ready": 1}
     with FlashLoader(dataset(memory="2MiB", context=32768), 1, **settings) as loader:
-        ring = loader._plant.ring
+        ring = loader._resources.ring
         for _ in range(4):
             for batch in loader:
                 first = int.from_bytes(bytes(batch[0, :4].tolist()), "little")
                 assert np.array_equal(batch.numpy().reshape(-1, 4096), array[first : first + 8])
                 batch[:] = 255  # it is whoever's it is
         assert len(copied) < 16  # of 256: where the ring begins again, or two are neighbours
-        assert loader._plant.reader.lends
+        assert loader._resources.reader.lends
         assert ring.held_bytes <= 2 << 20
 
 
@@ -726,10 +726,10 @@ def test_who_keeps_batches_has_their_memory(blocks):
     """The loader goes on with other memory: nothing is overwritten, and only what is kept is kept."""
     dataset, array = blocks
     with FlashLoader(dataset(memory="1MiB"), 16, order="sequential") as loader:
-        ring = loader._plant.ring
+        ring = loader._resources.ring
         old = weakref.ref(ring._mapping)
         kept = list(loader)
-        assert not loader._plant.reader.lends
+        assert not loader._resources.reader.lends
         assert old() is not None
         assert ring.held_bytes <= 1 << 20
         assert epoch_of(loader) == list(range(512))
@@ -753,8 +753,8 @@ def test_a_batch_outlives_its_loader(blocks):
     dataset, array = blocks
     with FlashLoader(dataset(memory="2MiB"), 16, order="sequential") as loader:
         batch = next(iter(loader))
-        mapping = weakref.ref(loader._plant.ring._mapping)
-        assert loader._plant.reader.lends
+        mapping = weakref.ref(loader._resources.ring._mapping)
+        assert loader._resources.reader.lends
     assert np.array_equal(batch.numpy(), array[:16])
     del batch, loader
     gc.collect()

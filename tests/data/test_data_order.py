@@ -188,7 +188,7 @@ def test_auto_is_decided_by_what_was_measured(rows, monkeypatch, random, kind):
     monkeypatch.setattr(rates, "_time", lambda reader, samples: len(samples) * 1024 * next(times))
     for _ in range(2):
         with FlashLoader(FlashDataset(path, memory="512KiB"), 8) as loader:
-            if not loader._plant.reader.is_direct:
+            if not loader._resources.reader.is_direct:
                 pytest.skip("no direct I/O in the directory for temporary files")
             assert loader.order.kind == kind
             assert loader.rates.random_bytes_per_s == pytest.approx(random)
@@ -206,5 +206,5 @@ def test_the_probe_reads_and_frees(rows, monkeypatch):
     with FlashLoader(FlashDataset(path, memory="512KiB"), 8) as loader:
         found = loader.rates
         assert found is None or min(found.random_bytes_per_s, found.sequential_bytes_per_s) > 0
-        assert loader._plant.ring.used_bytes == 0
+        assert loader._resources.ring.used_bytes == 0
         assert sum(len(batch) for batch in loader) == 800

@@ -22,8 +22,8 @@ from penstock.data.assemble import Assembler
 from penstock.data.build import Opened
 from penstock.data.depth import Depth
 from penstock.data.order import Epoch, Share
-from penstock.data.plant import Plant, choose_order, lump_of
 from penstock.data.quality import quality_of
+from penstock.data.resources import LoaderResources, choose_order, lump_of
 from penstock.data.stream import Stream, Tally
 from penstock.observe.summary_text import add_row, grid
 
@@ -123,17 +123,17 @@ def measure(
     how = "auto" if decode else "raw"
     values = Assembler(opened.index, opened.root, how, collate=list)  # type: ignore[arg-type]
     waiting = 3 * lump_of(values, batch, memory) * batch * values.decoded_bytes()
-    plant = Plant(opened, memory, waiting_bytes=waiting)
-    room = plant.ring.limit_bytes
+    resources = LoaderResources(opened, memory, waiting_bytes=waiting)
+    room = resources.ring.limit_bytes
     order = choose_order(kind, opened.index, room, seed=0, batch_size=batch, world=1)
     epoch = Epoch(order, opened.index.samples, 0)
     try:
-        device = _device(plant, epoch, seconds)
-        tally, first_s, took_s = _loader(plant, epoch, values, batch, seconds)
-        held = plant.held_bytes
+        device = _device(resources, epoch, seconds)
+        tally, first_s, took_s = _loader(resources, epoch, values, batch, seconds)
+        held = resources.held_bytes
     finally:
         values.close()
-        plant.close()
+        resources.close()
     count = min(opened.index.samples, 1 << 18)
     quality = quality_of(epoch.at(np.arange(count)), total=opened.index.samples, batch_size=batch)
     return Speed(
@@ -149,15 +149,17 @@ def measure(
 
 
 def _loader(
-    plant: Plant, epoch: Epoch, values: Assembler, batch: int, seconds: float
+    resources: LoaderResources, epoch: Epoch, values: Assembler, batch: int, seconds: float
 ) -> tuple[Tally, float, float]:
     tally, first_s = Tally(), 0.0
     started = time.perf_counter()
     took = 0.0
     while took < seconds:
         steps = Share(batch_size=batch).steps(epoch.samples, 0)
-        lump = lump_of(values, batch, plant.memory_bytes)
-        stream = Stream(plant.reader, epoch, steps, values, depth=Depth(), tally=tally, lump=lump)
+        lump = lump_of(values, batch, resources.memory_bytes)
+        stream = Stream(
+            resources.reader, epoch, steps, values, depth=Depth(), tally=tally, lump=lump
+        )
         while took < seconds and stream.take() is not None:
             took = time.perf_counter() - started
             first_s = first_s or took
@@ -165,11 +167,11 @@ def _loader(
     return tally, first_s, took
 
 
-def _device(plant: Plant, epoch: Epoch, seconds: float) -> float:
+def _device(resources: LoaderResources, epoch: Epoch, seconds: float) -> float:
     """Return the bytes of samples per second that the engine delivers to the ring."""
-    index = plant.reader.opened.index
+    index = resources.reader.opened.index
     mean = max(1, index.data_bytes // index.samples)
-    room = plant.ring.limit_bytes // _IN_FLIGHT
+    room = resources.ring.limit_bytes // _IN_FLIGHT
     count = max(1, min(_GROUP_BYTES // mean, room // (mean + 8192)))
     if epoch.order.kind == "window":
         count = epoch.order.window_samples  # chosen so that two fit
@@ -178,8 +180,8 @@ def _device(plant: Plant, epoch: Epoch, seconds: float) -> float:
     took = 0.0
     while took < seconds:
         stop = min(position + count, epoch.samples)
-        plan = plant.reader.plan(epoch.at(np.arange(position, stop)))
-        while (pending := plant.reader.start(plan)) is None:
+        plan = resources.reader.plan(epoch.at(np.arange(position, stop)))
+        while (pending := resources.reader.start(plan)) is None:
             moved += _finish(waiting.popleft())
         waiting.append(pending)
         position = 0 if stop == epoch.samples else stop

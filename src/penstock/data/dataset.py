@@ -20,8 +20,8 @@ from penstock.data.depth import Depth
 from penstock.data.formats import Progress
 from penstock.data.index import Index
 from penstock.data.order import Epoch, Order, Share, Tail
-from penstock.data.plant import Plant, choose_order
 from penstock.data.reader import Policy
+from penstock.data.resources import LoaderResources, choose_order
 from penstock.data.stream import Stream, Tally
 from penstock.data.values import to_torch
 from penstock.io.engine import Engine
@@ -103,7 +103,7 @@ class FlashDataset(torch_data.Dataset[Any]):
             )
         self.skipped = 0
         self._engine = engine
-        self._plant: Plant | None = None
+        self._resources: LoaderResources | None = None
         self._values: Assembler | None = None
         self.assembler(collate=list).close()  # what cannot be decoded is told here
 
@@ -138,7 +138,7 @@ class FlashDataset(torch_data.Dataset[Any]):
         """For spawned workers: the index is read again there, or goes with it if it is kept nowhere."""
         return {
             **self.__dict__,
-            "_plant": None,
+            "_resources": None,
             "_values": None,
             "_engine": None,
             "opened": None,
@@ -163,10 +163,10 @@ class FlashDataset(torch_data.Dataset[Any]):
             processes=processes,
         )
 
-    def plant(self, waiting_bytes: int = 0) -> Plant:
+    def resources(self, waiting_bytes: int = 0) -> LoaderResources:
         """Return the reader of this process. For the loaders."""
         info = torch_data.get_worker_info()
-        return Plant(
+        return LoaderResources(
             self.opened,
             self.memory_bytes,
             engine=self._engine if info is None else None,
@@ -183,20 +183,20 @@ class FlashDataset(torch_data.Dataset[Any]):
 
     def close(self) -> None:
         """Give back memory and files of this process; the next access takes them again."""
-        plant, self._plant = self._plant, None
-        if plant is not None:
-            plant.close()
+        resources, self._resources = self._resources, None
+        if resources is not None:
+            resources.close()
 
     def _get(self, samples: Sequence[int], policy: Policy) -> list[Any]:
         wanted = np.asarray(samples, np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if len(wanted) and not ((wanted >= 0) & (wanted < len(self))).all():
             raise IndexError(f"a sample of {list(samples)} is not among {len(self)}")
-        if self._plant is None or self._plant.guard.in_child:
-            self._plant = self.plant()
+        if self._resources is None or self._resources.guard.in_child:
+            self._resources = self.resources()
             self._values = self.assembler(list)
         assert self._values is not None
-        group = self._plant.reader.read(wanted, policy)
+        group = self._resources.reader.read(wanted, policy)
         try:
             rows = [row for row in range(len(wanted)) if row not in group.bad]
             self.skipped += len(group.bad)
@@ -306,7 +306,7 @@ class FlashIterable(torch_data.IterableDataset[Any]):
         info = torch_data.get_worker_info()
         assembler = self.dataset.assembler(self._collate)
         names = self.dataset.bfloat16_fields(assembler)
-        plant = self.dataset.plant()
+        resources = self.dataset.resources()
         share = self.share
         if info is not None:
             share = Share(
@@ -319,7 +319,7 @@ class FlashIterable(torch_data.IterableDataset[Any]):
             )
         samples = len(self.dataset)
         stream = Stream(
-            plant.reader,
+            resources.reader,
             Epoch(self.order, samples, self.epoch),
             share.steps(samples, self.consumed),
             assembler,
@@ -334,7 +334,7 @@ class FlashIterable(torch_data.IterableDataset[Any]):
                     yield delivery.value
         finally:
             stream.close()
-            plant.close()
+            resources.close()
 
 
 def place_in_world(rank: int | None, world: int | None) -> tuple[int, int]:

@@ -14,9 +14,9 @@ from penstock.core.errors import ClosedError, PenstockWarning
 from penstock.data.dataset import FlashDataset, _from_state, _state, place_in_world
 from penstock.data.depth import Depth
 from penstock.data.order import BatchNumbers, Epoch, Order, Share, Tail
-from penstock.data.plant import Plant, choose_order, lends_mostly, lump_of
 from penstock.data.rates import rates_of
 from penstock.data.reader import ReadSoFar
+from penstock.data.resources import LoaderResources, choose_order, lends_mostly, lump_of
 from penstock.data.stream import Stream, Tally
 from penstock.data.values import current_cuda_device, nbytes_of, pinned, to_torch
 
@@ -110,13 +110,13 @@ class FlashLoader:
         self._demand_bytes_per_s = demand
         self._reads = ReadSoFar()
         self._closed = False
-        self._plant: Plant | None = None
-        plant = self._have_plant()
+        self._resources: LoaderResources | None = None
+        resources = self._open_resources()
         self._batch_bytes = self._assembler.decoded_bytes() * batch_size
-        ring_bytes = plant.room_beside(self._batch_bytes * self._waiting)
+        ring_bytes = resources.room_beside(self._batch_bytes * self._waiting)
         # ranks must agree: where there are several, the length of samples decides
         alone = order == "auto" and world == 1
-        self.rates = rates_of(dataset.opened, plant.reader) if alone else None
+        self.rates = rates_of(dataset.opened, resources.reader) if alone else None
         self.order = (
             order
             if isinstance(order, Order)
@@ -224,7 +224,7 @@ class FlashLoader:
     @property
     def held_bytes(self) -> int:
         """Bytes that are held now, in index, ring, and batches that wait; 0 while it rests."""
-        return self._plant.held_bytes if self._plant is not None else 0
+        return self._resources.held_bytes if self._resources is not None else 0
 
     def stats(self) -> dict[str, Any]:
         """Return the totals so far, of this rank."""
@@ -249,11 +249,11 @@ class FlashLoader:
         """
         self._end_stream(keep=True)
         self._assembler.close()
-        plant, self._plant = self._plant, None
-        if plant is not None:
-            self._reads = self._reads.and_of(plant.reader)
-            self._waiting_bytes = plant.waiting_bytes
-            plant.close()
+        resources, self._resources = self._resources, None
+        if resources is not None:
+            self._reads = self._reads.and_of(resources.reader)
+            self._waiting_bytes = resources.waiting_bytes
+            resources.close()
 
     def close(self) -> None:
         """End the thread, and give back memory and files. Idempotent."""
@@ -273,30 +273,32 @@ class FlashLoader:
         """Return whether the last batch of the epoch was delivered."""
         return self._consumed > 0 and not self.share.count(len(self.dataset), self._consumed)
 
-    def _have_plant(self) -> Plant:
+    def _open_resources(self) -> LoaderResources:
         """Return the reader, opened again if it was closed."""
         if self._closed:
             raise ClosedError("this loader is closed; make another")
-        if self._plant is None:
-            self._plant = self.dataset.plant(self._waiting_bytes)
-            self._assembler.room = self._plant.batch_room
-        return self._plant
+        if self._resources is None:
+            self._resources = self.dataset.resources(self._waiting_bytes)
+            self._assembler.room = self._resources.batch_room
+        return self._resources
 
     def _all_reads(self) -> ReadSoFar:
-        return self._reads if self._plant is None else self._reads.and_of(self._plant.reader)
+        return (
+            self._reads if self._resources is None else self._reads.and_of(self._resources.reader)
+        )
 
     def _set_aside(self, batch_bytes: int) -> None:
         """Have room for batches that wait beside the ring; where most are of it, for one that is not."""
-        plant = self._have_plant()
-        self._lends = plant.reader.lends and not self._pin and self._lends_mostly(plant)
-        plant.set_aside(batch_bytes * (self._lump if self._lends else self._waiting))
+        resources = self._open_resources()
+        self._lends = resources.reader.lends and not self._pin and self._lends_mostly(resources)
+        resources.set_aside(batch_bytes * (self._lump if self._lends else self._waiting))
 
-    def _lends_mostly(self, plant: Plant) -> bool:
+    def _lends_mostly(self, resources: LoaderResources) -> bool:
         return lends_mostly(
             *(self._assembler, self.dataset.index, self.order, self.share),
             lump=self._lump,
             waiting=self._waiting,
-            ring_bytes=plant.ring.limit_bytes,
+            ring_bytes=resources.ring.limit_bytes,
         )
 
     def _begin(self) -> Stream:
@@ -304,7 +306,7 @@ class FlashLoader:
         self._cuda_device = current_cuda_device() if self._pin else None
         samples = len(self.dataset)
         return Stream(
-            self._have_plant().reader,
+            self._open_resources().reader,
             Epoch(self.order, samples, self.epoch),
             self.share.steps(samples, self._consumed),
             self._assembler,
@@ -317,12 +319,12 @@ class FlashLoader:
         )
 
     def _finish(self, value: Any) -> Any:
-        assert self._plant is not None, "the stream ends before the plant"
+        assert self._resources is not None, "the stream ends before the resources"
         value = to_torch(value, self._bfloat16)
         if self._pin:
             value = self._pinned(value)
         nbytes = nbytes_of(value)
-        if nbytes > self._batch_bytes or (self._lends and not self._plant.reader.lends):
+        if nbytes > self._batch_bytes or (self._lends and not self._resources.reader.lends):
             self._batch_bytes = max(nbytes, self._batch_bytes)
             self._set_aside(self._batch_bytes)
         return value

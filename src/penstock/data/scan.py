@@ -9,8 +9,8 @@ import numpy as np
 
 from penstock.data.build import Opened
 from penstock.data.group import SampleGroup
-from penstock.data.plant import Plant
 from penstock.data.reader import Pending
+from penstock.data.resources import LoaderResources
 from penstock.store.window import TransferWindow
 
 _AHEAD: Final = 4
@@ -28,14 +28,14 @@ def scan(
         BudgetError: A record does not fit.
         DatasetError: A file is missing.
     """
-    plant = Plant(opened, memory_bytes + opened.index.nbytes, verify=verify)
+    resources = LoaderResources(opened, memory_bytes + opened.index.nbytes, verify=verify)
     reads = TransferWindow[Pending](release=Pending.free)
-    starts = _starts(opened, plant.ring.limit_bytes // (2 * _AHEAD))
+    starts = _starts(opened, resources.ring.limit_bytes // (2 * _AHEAD))
     following = next(starts, None)
     try:
         while following is not None or reads:
             while following is not None and len(reads) < _AHEAD:
-                pending = plant.reader.start(plant.reader.plan(np.arange(*following)))
+                pending = resources.reader.start(resources.reader.plan(np.arange(*following)))
                 if pending is None:
                     break
                 reads.add(pending, pending.transfer)
@@ -47,7 +47,7 @@ def scan(
                 group.free()
     finally:
         reads.cancel()
-        plant.close()
+        resources.close()
 
 
 def _starts(opened: Opened, room_bytes: int) -> Iterator[tuple[int, int]]:

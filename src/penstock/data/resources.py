@@ -50,7 +50,7 @@ _WORKINGS_SHARE: Final = 1 / 16
 """Of the memory: for plans, the kernel's blocks, and what the allocator does not reuse at once."""
 
 
-class Plant:
+class LoaderResources:
     """The memory of a loader, and what fills it. Not inherited by fork.
 
     Attributes:
