@@ -129,7 +129,7 @@ class Transfers:
             tier, *tiers = tiers
             start_ns = self._recorder.clock.now_ns()
             try:
-                ticket = self.transport.write(storage, tier, saved.label, saved.encoding)
+                ticket = self.transport.write(storage, tier, saved.label, encoding=saved.encoding)
             except TransferError as error:  # full, most often; or the file cannot even be made
                 full = isinstance(error, NoSpaceError)
                 self._note_failure(f"spill.full.{tier.spec.name}", saved, error)
