@@ -5,13 +5,14 @@ what would be a race the same in every run.
 """
 
 import mmap
+import threading
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from trap_runs import LARGE, SMALL, TINY, leaf
+from trap_runs import LARGE, SMALL, TINY, gated, leaf
 
 from offload_runs import (
     GatedTier,
@@ -29,6 +30,7 @@ from offload_runs import (
 )
 from penstock.core.errors import InPlaceError, PenstockWarning
 from penstock.observe.recorder import Stage
+from penstock.runtime import transfers
 from penstock.store.wrappers import WrapperTier
 from recompute_plans import following, profiled, recomputing
 
@@ -347,6 +349,27 @@ def test_trap_38_memory_that_its_own_backward_changes_during_the_write_is_nobody
         assert_nothing_held(session)
         assert counted(session, "spill.source_changed") == 0
     assert same_bits(found, weight.detach() * 2)
+
+
+def test_trap_01_a_write_ends_while_an_operator_is_changing_its_source(session_for, monkeypatch):
+    """The bytes differ already, and the new version comes with the operator's end: no fault to report."""
+    monkeypatch.setattr(transfers, "EDIT_PATIENCE_S", 60)
+    session, gates = gated(session_for, "write", codec="none")
+    with session:
+        y = leaf(LARGE) * 2
+        loss = (y * y).sum()
+        assert gates[0].arrived["write"].wait(60)
+        y.data.add_(1)  # what the kernel of y.add_(1) does
+        opener = threading.Thread(target=gates[0].open, args=("write",))
+        opener.start()
+        opener.join(0.05)
+        torch.autograd.graph.increment_version(y)  # and what follows it
+        opener.join()
+        wait_until(lambda: not session.inspect().device.writing_bytes, "no write is under way")
+        with pytest.raises(InPlaceError):
+            loss.backward()
+        del loss
+        assert counted(session, "spill.source_changed") == 0
 
 
 @pytest.mark.parametrize("edit", ["data", "numpy"])

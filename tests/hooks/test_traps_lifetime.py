@@ -11,6 +11,7 @@ from trap_runs import (
     LARGE,
     flow_count,
     flush_engine,
+    gated,
     leaf,
     mlp,
     mlp_loss,
@@ -139,6 +140,18 @@ def test_trap_07_an_exception_in_forward_leaves_nothing(session_for):
         assert_nothing_held(session)
         found = gradients(lambda: mlp_loss(model), list(model.parameters()))
     assert all(map(same_bits, found, expected))
+
+
+def test_trap_07_a_graph_that_dies_while_it_is_written_leaves_nothing(session_for):
+    session, made = gated(session_for, "write")
+    with session:
+        loss = squares(leaf(LARGE), 3)
+        assert made[0].arrived["write"].wait(60)
+        del loss
+        gc.collect()
+        assert session.budget.used_bytes > 0, "what is being written is still held"
+        made[0].open("write")
+        assert_nothing_held(session)
 
 
 def test_trap_07_an_exception_in_backward_leaves_nothing(session_for):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from functools import partial
@@ -29,6 +30,8 @@ from penstock.store.base import Tier
 
 LATEST_SHARE: Final = 0.25
 """Weight of the latest write in the running mean of the time that writes take."""
+EDIT_PATIENCE_S: Final = 0.05
+"""Longest wait for the new version of a storage that was changed while it was written."""
 
 
 class Transfers:
@@ -65,6 +68,7 @@ class Transfers:
         self.reading = 0
         self.restored: dict[SavedStorage, None] = {}
         self.failed = False
+        self._told_of_change = False
         self.closed = False
         self.tiers = tiers
         self.mover = mover
@@ -176,6 +180,7 @@ class Transfers:
         out to be full only when some of them are written.
         """
         error = transfer.error
+        self._await_edit(saved, error)
         taken = (self._recorder.clock.now_ns() - start_ns) / saved.nbytes
         full = isinstance(error, NoSpaceError)
         ticket = frame_bytes = None
@@ -214,11 +219,24 @@ class Transfers:
             self._note_failure(f"spill.failed.{saved.tier.spec.name}", saved, error)
         elif changed:
             assert isinstance(error, SourceChangedError)
+            self._told_of_change = True
             self._note_failure("spill.source_changed", saved, error)
         if frame_bytes is not None:
             self._active.note_frames(saved.record, frame_bytes)
         if full:
             self._write(saved, others, full=True)
+
+    def _await_edit(self, saved: SavedStorage, error: BaseException | None) -> None:
+        """Wait until an operator that is changing a WRITING storage in place gives it its new version.
+
+        An operator does that when its kernel is over. Called without the lock, in a worker of the engine;
+        no longer once there was a change that autograd does not know, since others are only counted.
+        """
+        if self._told_of_change or not isinstance(error, SourceChangedError):
+            return
+        end = time.monotonic() + EDIT_PATIENCE_S
+        while saved.state is Residency.WRITING and not is_edited(saved) and time.monotonic() < end:
+            time.sleep(0.0005)
 
     def _end_write(self, saved: SavedStorage) -> None:
         saved.writing = False
