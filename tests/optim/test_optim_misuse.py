@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -183,8 +184,6 @@ def test_a_forked_child_is_told_so(small):
 
 @pytest.mark.usefixtures("default_signals")
 def test_an_interrupted_wait_leaves_no_thread_at_work():
-    from concurrent.futures import ThreadPoolExecutor, wait
-
     begun, go, done = threading.Event(), threading.Event(), []
     main = threading.main_thread().ident
 
@@ -211,6 +210,20 @@ def test_an_interrupted_wait_leaves_no_thread_at_work():
         interrupter.join()
         assert [future.cancelled() for future in futures] == [False, True, True]
         assert done == [0]
+
+
+def test_a_wait_for_all_is_for_those_that_have_not_begun_too():
+    main, done = threading.get_ident(), []
+
+    def first():
+        while not is_in(wait, sys._current_frames()[main]):
+            time.sleep(0.001)
+        done.append(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        futures = [pool.submit(first), pool.submit(done.append, 1)]
+        wait_for_all(futures)
+    assert done == [0, 1]
 
 
 def is_in(function, frame):
