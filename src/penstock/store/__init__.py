@@ -1,4 +1,4 @@
-"""Tiers that hold bytes. Read :mod:`penstock.store.base` first, then :mod:`penstock.store.striping`."""
+"""Tiers that hold bytes. Read :mod:`penstock.store.base` first, then :mod:`penstock.store.flash`."""
 
 from __future__ import annotations
 
