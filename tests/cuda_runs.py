@@ -3,7 +3,7 @@
 import gc
 
 from offload_runs import held_bytes, wait_for_writes, wait_until
-from penstock.runtime.encoding.scratch import SCRATCH
+from penstock.store.frames import SCRATCH
 
 
 def slabs(session):

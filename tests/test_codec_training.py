@@ -42,9 +42,9 @@ from penstock.core.units import KIB, MIB
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.lab import zoo
 from penstock.plan import Machine
-from penstock.runtime.encoding.jobs import WriteJob
-from penstock.runtime.encoding.scratch import SCRATCH
+from penstock.runtime.encoding import HostCoder
 from penstock.store import FaultyTier
+from penstock.store.frames import SCRATCH
 
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 8e9, 8e9)
 """To plan for, not to run on: next to it every codec is quick."""
@@ -518,10 +518,10 @@ def test_a_full_disk_falls_back_to_host_memory(session_for):
 @pytest.mark.parametrize("place", [0, 5, 70])
 def test_a_damaged_frame_is_an_error_that_names_the_slot(session_for, monkeypatch, codec, place):
     """Damaged before the tier took its checksum: then only the codec can tell, in the header."""
-    encode = WriteJob.encode
+    encode = HostCoder.encode_piece
 
-    def damage(self, index, slot, recorder):
-        length = encode(self, index, slot, recorder)
+    def damage(self, job, index, slot):
+        length = encode(self, job, index, slot)
         slot.memory[place] ^= 0xFF
         if place >= 64:
             slot.memory[64:length] = 0xFF
@@ -529,7 +529,7 @@ def test_a_damaged_frame_is_an_error_that_names_the_slot(session_for, monkeypatc
 
     model = chain(3)
     with session_for(model, codec=codec, **AUTO) as session:
-        monkeypatch.setattr(WriteJob, "encode", damage)
+        monkeypatch.setattr(HostCoder, "encode_piece", damage)
         loss = chain_loss(model)
         wait_for_writes(session)
         with pytest.raises(RestoreError, match=r"cannot restore \S+#\d .*does not decode"):

@@ -28,12 +28,10 @@ from penstock.runtime.cuda.lanes import CopyLane
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.cuda.tickets import Fill
-from penstock.runtime.encoding.jobs import WriteJob
-from penstock.runtime.encoding.scratch import ScratchSlots
-from penstock.runtime.encoding.worker import CodecWorker
 from penstock.staging import CopyStep, Staging
 from penstock.store.arena import Arena
 from penstock.store.base import Tier
+from penstock.store.frames import FrameJob, FrameScratch, FrameWorker
 from penstock.store.pool import Block
 from penstock.testing.access_order import AccessOrder, Span
 
@@ -255,20 +253,22 @@ def encoding() -> None:
     Whoever lets go of a source knows what they knew who ended its pieces.
     """
     for name in ("submit", "_arrived"):
-        _around(CodecWorker, name, lambda order, _, job, *__: order.hand_over(_key(job)))
+        _around(FrameWorker, name, lambda order, _, job, *__: order.hand_over(_key(job)))
     for name in ("_encode", "_read", "_decode"):
-        _around(CodecWorker, name, lambda order, _, job, *__: order.take_over(_key(job)))
-    _around(CodecWorker, "_ended", lambda order, _, job, *__: order.hand_over(_key(job)))
-    _around(WriteJob, "let_go", _let_go_of_source)
-    _around(ScratchSlots, "release", lambda order, self, _: order.hand_over(_key(self)))
-    _around(ScratchSlots, "take", None, lambda order, _, self, **__: order.take_over(_key(self)))
+        _around(FrameWorker, name, lambda order, _, job, *__: order.take_over(_key(job)))
+    _around(FrameWorker, "_ended", lambda order, _, job, *__: order.hand_over(_key(job)))
+    _around(FrameJob, "free_memory", _let_go_of_source)
+    _around(FrameScratch, "release", lambda order, self, _: order.hand_over(_key(self)))
+    _around(FrameScratch, "take", None, lambda order, _, self, **__: order.take_over(_key(self)))
 
 
-def _let_go_of_source(order: AccessOrder, job: WriteJob) -> None:
+def _let_go_of_source(order: AccessOrder, job: FrameJob) -> None:
+    if job.is_read:
+        return
     order.take_over(_key(job))
     order.forget(_key(job))
-    if job._storage is not None:
-        order.released(job._storage.data_ptr())
+    if job.memory is not None:
+        order.released(job.memory.data_ptr())
 
 
 def tiers() -> None:

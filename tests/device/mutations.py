@@ -56,14 +56,13 @@ FOLDERS = ("runtime/cuda",)
 FILES = (
     "staging.py",
     "session.py",
+    "store/frames.py",
     "store/window.py",
     "runtime/digests.py",
     "runtime/executor.py",
     "runtime/recompute.py",
     "runtime/transfers.py",
-    "runtime/encoding/jobs.py",
-    "runtime/encoding/stage.py",
-    "runtime/encoding/worker.py",
+    "runtime/encoding.py",
     "hooks/recompute.py",
     "hooks/saved_tensors.py",
     "optim/pool.py",
@@ -161,22 +160,22 @@ EARLY = {
         },
     },
     "runtime/cuda/encoding.py": {
-        ("DeviceEncodingStage._begin", "a source is encoded before it is complete"): {
-            "self.inner.fence(storage, job.ticket.label, partial(self._complete, job))": (
-                "self._complete(job, None)"
+        ("DeviceCoder.begin", "a source is encoded before it is complete"): {
+            "self.inner.fence(job.memory, job.frames.label, partial(_complete, worker, job))": (
+                "_complete(worker, job, None)"
             )
         },
-        ("DeviceReadJob._decode_piece", "who uses a target does not know of its decoding"): {
-            "target.fill = Fill(stream, made=side.link.record(stream))": "pass"
+        ("DeviceCoder.decode_piece", "who uses a target does not know of its decoding"): {
+            "target.fill = Fill(stream, made=link.record(stream))": "pass"
         },
     },
-    "runtime/encoding/worker.py": {
-        ("CodecWorker._encode", "a source is let go of when its frame is on its way"): {
+    "store/frames.py": {
+        ("FrameWorker._encode", "a source is let go of when its frame is on its way"): {
             "part.written.add_done_callback(partial(self._written, job, slot))": (
                 "self._ended(job, slot, None)"
             )
         },
-        ("CodecWorker._read", "a frame is decoded before it is there"): {
+        ("FrameWorker._read", "a frame is decoded before it is there"): {
             "transfer.add_done_callback(partial(self._arrived, job, index, slot))": (
                 "self._arrived(job, index, slot, Transfer(0))"
             )

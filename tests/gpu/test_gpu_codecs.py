@@ -12,8 +12,8 @@ from penstock.core.units import MIB
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.recorder import StallCause
 from penstock.plan.machine import Machine
-from penstock.runtime.cuda.encoding import DeviceEncodingStage
-from penstock.runtime.encoding.scratch import SCRATCH
+from penstock.runtime.cuda.encoding import DeviceCoder
+from penstock.store.frames import SCRATCH
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,7 +105,7 @@ def test_it_need_not_wait_for_writes(disk_path, small_knobs):
     """What backward asks for while it is encoded is still there, or comes back."""
     found, session = trained(disk_path, codec="zero-value", host_memory=HOST)
     found.assert_same_bits(trained()[0])
-    assert isinstance(session._stores.transport, DeviceEncodingStage)
+    assert isinstance(session._stores.transport.coder, DeviceCoder)
 
 
 def test_under_a_budget_it_changes_no_bit(disk_path, small_knobs):

@@ -9,7 +9,7 @@ import torch
 from penstock.core.units import KIB, MIB
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.encoding.stage import HostEncodingStage
+from penstock.runtime.encoding import open_host_stage
 from penstock.runtime.movers import CpuMover
 from penstock.runtime.storage import Encoding
 from penstock.store import HostTier, WrapperTier
@@ -55,7 +55,7 @@ class Rig:
         self.base = tier or HostTier(self.arena, capacity_bytes=capacity, recorder=self.recorder)
         self.tier = wrap(self.base) if wrap else self.base
         self.mover = CpuMover(budget=self.budget)
-        self.stage = HostEncodingStage(
+        self.stage = open_host_stage(
             self.mover,
             scratch_bytes=scratch,
             budget=self.budget,

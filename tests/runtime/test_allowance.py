@@ -15,9 +15,9 @@ from penstock.observe.events import Mark
 from penstock.observe.recorder import Recorder
 from penstock.plan import Action
 from penstock.runtime.allowance import LIMIT, Allocated, FoundAllowance, Remainder
-from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.table import SAVED
 from penstock.store.account import Account
+from penstock.store.frames import SCRATCH
 
 TOTAL = 160 * MIB
 RESERVE = 10 * MIB

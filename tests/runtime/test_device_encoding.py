@@ -26,14 +26,15 @@ from penstock.io.engine import Priority
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder, Stage
 from penstock.runtime.cuda import encoding
-from penstock.runtime.cuda.encoding import DeviceEncodingStage, DeviceScratch
+from penstock.runtime.cuda.encoding import DeviceCoder, open_device_stage
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
-from penstock.runtime.encoding.scratch import SCRATCH as OWNER
 from penstock.runtime.movers import RESTORED
 from penstock.runtime.storage import Encoding
 from penstock.store import FlashTier
 from penstock.store.account import Account
+from penstock.store.frames import SCRATCH as OWNER
+from penstock.store.frames import FrameScratch
 from penstock.testing.codec_samples import check_decoded, sources, with_zeros
 from penstock.testing.tier_machine import wait_until
 
@@ -68,7 +69,7 @@ class Rig:
             staging=slabs[0],
             host=slabs[1],
         )
-        self.stage = DeviceEncodingStage(
+        self.stage = open_device_stage(
             self.mover,
             link=self.link,
             scratch_bytes=SCRATCH,
@@ -148,7 +149,6 @@ def test_every_bit_comes_back(rig, codec, dtype):
         ticket = rig.written(content, Encoding(codec, dtype))
         assert rig.bytes_of(ticket) == content
         assert len(ticket.parts) == ticket.pieces
-        assert ticket.source_bytes == nbytes
         assert ticket.frame_bytes == sum(part.nbytes for part in ticket.parts)
         rig.stage.discard(rig.tier, ticket)
 
@@ -334,19 +334,24 @@ def test_no_more_frames_are_alive_than_there_are_slots(rig, monkeypatch):
 
 @pytest.mark.parametrize(("codec", "dtype"), LOSSLESS + LOSSY)
 def test_a_piece_keeps_to_the_scratch_memory(codec, dtype):
-    scratch = DeviceScratch(SCRATCH, Account(2 * MIB))
-    piece = scratch.piece_bytes(FORMS[codec].CODEC, dtype)
+    scratch = scratch_of(SCRATCH, Account(2 * MIB))
+    coder = DeviceCoder(None, None, scratch)
+    piece = scratch.piece_bytes(lambda nbytes: coder.fits(FORMS[codec].CODEC, dtype, nbytes))
     assert piece % 4096 == 0
     assert encoding.scratch_bytes(codec, dtype, piece) <= scratch.working_bytes
     assert FORMS[codec].CODEC.spec(dtype, piece).bound_bytes <= scratch.slot_bytes
     scratch.close()
 
 
+def scratch_of(nbytes, budget):
+    return FrameScratch(nbytes, budget, slots=encoding._SLOTS, working=encoding._SLOTS)
+
+
 def test_scratch_memory_that_cannot_be_had():
     with pytest.raises(ConfigError, match="at least 65536 bytes"):
-        DeviceScratch(60 * KIB, Account(2 * MIB))
+        scratch_of(60 * KIB, Account(2 * MIB))
     with pytest.raises(BudgetError, match="switch codecs off"):
-        DeviceScratch(SCRATCH, Account(SCRATCH - 1))
+        scratch_of(SCRATCH, Account(SCRATCH - 1))
 
 
 def test_a_device_without_memory_for_a_frame_moves_that_piece_as_it_is(rig, monkeypatch):

@@ -16,11 +16,10 @@ from penstock.observe.recorder import StallCause
 from penstock.plan.machine import Machine
 from penstock.runtime import stores
 from penstock.runtime.cuda import encoding
-from penstock.runtime.cuda.encoding import DeviceEncodingStage
-from penstock.runtime.encoding.scratch import SCRATCH
-from penstock.runtime.encoding.worker import THREAD_NAME
+from penstock.runtime.cuda.encoding import DeviceCoder
 from penstock.runtime.eviction import Eviction
 from penstock.runtime.transfers import Reads
+from penstock.store.frames import SCRATCH, THREAD_NAME
 
 BUDGET = "32MiB"
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 1e6, 1e6)
@@ -69,7 +68,7 @@ def test_a_lossless_codec_changes_no_bit(link, disk_path, codec, on_flash):
 def test_codecs_are_chosen_by_what_they_were_measured_to_do(link, disk_path):
     with_us, session = run(disk_path, steps=6, codec="auto", machine=SLOW, host_memory=MORE_HOST)
     with_us.assert_same_bits(trained(6)[0])
-    assert isinstance(session._stores.transport, DeviceEncodingStage)
+    assert isinstance(session._stores.transport.coder, DeviceCoder)
     chosen = {decision.codec for decision in session.plan.decisions} - {""}
     assert chosen <= set(FORMS)
     assert encoded_bytes(session) > 2 * MIB

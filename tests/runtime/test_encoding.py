@@ -3,6 +3,7 @@
 import gc
 import threading
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,14 +15,13 @@ from penstock.core.errors import BudgetError, ClosedError, ConfigError
 from penstock.core.units import KIB, MIB
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder, Stage
-from penstock.runtime.encoding.jobs import EncodedTicket
-from penstock.runtime.encoding.scratch import SCRATCH as OWNER
-from penstock.runtime.encoding.scratch import SLOTS, Scratch
-from penstock.runtime.encoding.worker import THREAD_NAME
+from penstock.runtime.encoding import SLOTS, WORKING_SLOTS, HostCoder
 from penstock.runtime.movers import RESTORED, CpuMover
 from penstock.runtime.storage import Encoding
 from penstock.store import FlashTier, Ticket
 from penstock.store.account import Account
+from penstock.store.frames import SCRATCH as OWNER
+from penstock.store.frames import THREAD_NAME, Frames, FrameScratch
 from penstock.testing.codec_samples import check_decoded, sources, with_zeros
 from penstock.testing.tier_machine import wait_until
 
@@ -65,7 +65,7 @@ def check_roundtrip(rig, content, *, skew, encoding):
     assert back.data_ptr() % 64 == source.data_ptr() % 64 == skew
     assert len(ticket.parts) == ticket.pieces
     assert ticket.frame_bytes == sum(part.nbytes for part in ticket.parts)
-    assert ticket.source_bytes == ticket.nbytes == len(content)
+    assert ticket.nbytes == len(content)
     rig.discard(ticket)
     return ticket
 
@@ -165,7 +165,7 @@ def test_a_ticket_is_read_only_while_it_holds_something(rig):
 def test_the_target_is_charged_as_any_other(rig):
     content = floats(300 * PIECE)
     plain, encoded = rig.written(content, encoding=None, skew=8), rig.written(content, skew=8)
-    assert isinstance(encoded, EncodedTicket)
+    assert isinstance(encoded, Frames)
     for ask in (rig.mover.target_bytes, rig.mover.charge_bytes):
         assert ask(plain) == ask(encoded)
     before = rig.mover.used_bytes()
@@ -178,17 +178,24 @@ def test_the_target_is_charged_as_any_other(rig):
     rig.discard(plain, encoded)
 
 
+def scratch_of(nbytes, budget):
+    """Scratch memory whose slots are mapped, as a stage has it."""
+    scratch = FrameScratch(nbytes, budget, slots=SLOTS, working=WORKING_SLOTS)
+    scratch.map_slots()
+    return scratch
+
+
 def test_scratch_is_charged_once_and_given_back():
     budget = Account(64 * MIB)
     for nbytes in (SCRATCH, 1 * MIB, 11 * MIB + 12345):
-        scratch = Scratch(nbytes, budget)
+        scratch = scratch_of(nbytes, budget)
         charged = budget.used_by(OWNER)
         assert charged == SLOTS * scratch.slot_bytes + scratch.working_bytes
         assert nbytes * 0.95 - 10 * PIECE < charged <= nbytes
-        slots = [scratch.take(encoding=False) for _ in range(SLOTS)]
-        assert scratch.take(encoding=False) is None
+        slots = [scratch.take(is_write=False) for _ in range(SLOTS)]
+        assert scratch.take(is_write=False) is None
         for slot in slots:
-            assert slot.address % 4096 == 0
+            assert slot.memory.ctypes.data % 4096 == 0
             slot.memory[:] = 1
             scratch.release(slot)
         del slot, slots
@@ -198,40 +205,41 @@ def test_scratch_is_charged_once_and_given_back():
 
 
 def test_encoding_may_hold_half_of_the_slots():
-    scratch = Scratch(SCRATCH, Account(MIB))
-    held = [scratch.take(encoding=True) for _ in range(SLOTS // 2)]
-    assert scratch.take(encoding=True) is None
-    held += [scratch.take(encoding=False) for _ in range(SLOTS // 2)]
+    scratch = scratch_of(SCRATCH, Account(MIB))
+    held = [scratch.take(is_write=True) for _ in range(SLOTS // 2)]
+    assert scratch.take(is_write=True) is None
+    held += [scratch.take(is_write=False) for _ in range(SLOTS // 2)]
     assert None not in held
     scratch.release(held.pop(0))
-    assert scratch.take(encoding=True) is not None
+    assert scratch.take(is_write=True) is not None
 
 
 def test_scratch_that_cannot_be_had():
     with pytest.raises(ConfigError, match="give at least 81920 bytes"):
-        Scratch(SCRATCH - 1, Account(64 * MIB))
+        scratch_of(SCRATCH - 1, Account(64 * MIB))
     for spare in (0, 2 * 8192, SCRATCH - 1):  # nothing, the working memory, all but a byte
         budget = Account(4 * MIB)
         assert budget.try_take(4 * MIB - spare, "somebody")
         with pytest.raises(BudgetError, match="give at least") as raised:
-            Scratch(SCRATCH, budget)
+            scratch_of(SCRATCH, budget)
         assert raised.value.least_bytes == 4 * MIB - spare + SCRATCH
         gc.collect()
         assert budget.used_by(OWNER) == 0
     with pytest.raises(BudgetError):
-        Scratch(SCRATCH, Account(SCRATCH // 2))
+        scratch_of(SCRATCH, Account(SCRATCH // 2))
 
 
 @pytest.mark.parametrize("nbytes", [SCRATCH, 1 * MIB, 16 * MIB])
 def test_pieces_are_such_that_slots_and_working_memory_suffice(nbytes):
-    scratch = Scratch(nbytes, Account(64 * MIB))
+    scratch = FrameScratch(nbytes, Account(64 * MIB), slots=SLOTS, working=WORKING_SLOTS)
+    coder = HostCoder(scratch)
     chains = ("zero-value+exponent", "zero-value+bfloat16", "zero-value+int8")
     for name in (*registry.names(), *chains):
         codec = registry.get(name)
         for dtype in codec.dtypes:
-            try:
-                piece = scratch.piece_bytes(codec, dtype)
-            except ConfigError:
+            fits = partial(coder.fits, codec, dtype)
+            piece = scratch.piece_bytes(fits)
+            if not piece:
                 assert nbytes == SCRATCH
                 assert codec.spec(dtype, 4096).scratch_bytes > scratch.working_bytes
                 continue
@@ -316,7 +324,7 @@ def test_larger_scratch_makes_larger_pieces():
     with Rig(scratch=10 * 64 * KIB) as rig:
         ticket = rig.written(floats(1 * MIB))
         assert ticket.piece_bytes == 60 * KIB
-        assert ticket.encoding == FLOATS
+        assert (ticket.codec, ticket.dtype) == FLOATS
         rig.discard(ticket)
 
 

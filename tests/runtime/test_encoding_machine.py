@@ -20,10 +20,10 @@ from penstock.core.units import KIB, MIB
 from penstock.io.engine import Priority
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
-from penstock.runtime.encoding.jobs import EncodedTicket
-from penstock.runtime.encoding.scratch import SCRATCH as OWNER
 from penstock.runtime.storage import Encoding
 from penstock.store import FlashTier
+from penstock.store.frames import SCRATCH as OWNER
+from penstock.store.frames import Frames
 
 ENCODINGS = [
     None,
@@ -64,7 +64,7 @@ class Machine(RuleBasedStateMachine):
         content = floats(nbytes, seed)
         source = storage_of(content, skew)
         ticket = self.rig.stage.write(source, self.rig.tier, "slot", encoding)
-        assert isinstance(ticket, EncodedTicket) == (encoding is not None)
+        assert isinstance(ticket, Frames) == (encoding is not None)
         self.held[ticket] = content
 
     @precondition(lambda self: self.held)
@@ -160,8 +160,8 @@ class Machine(RuleBasedStateMachine):
 def held_bytes(ticket):
     """What a ticket holds in the tier."""
     if ticket.written.error is not None:
-        return 0 if isinstance(ticket, EncodedTicket) else ticket.window.nbytes
-    parts = ticket.parts if isinstance(ticket, EncodedTicket) else [ticket]
+        return 0 if isinstance(ticket, Frames) else ticket.window.nbytes
+    parts = ticket.parts if isinstance(ticket, Frames) else [ticket]
     return sum(part.window.nbytes for part in parts)
 
 

@@ -30,12 +30,13 @@ from penstock.core.errors import (
 )
 from penstock.core.units import MIB
 from penstock.io.engine import Priority
-from penstock.runtime.encoding.scratch import ENCODING_SLOTS, SLOTS
-from penstock.runtime.encoding.scratch import SCRATCH as OWNER
+from penstock.runtime.encoding import SLOTS
 from penstock.store import FaultyTier, LogEntry, LoggedTier
+from penstock.store.frames import SCRATCH as OWNER
 from penstock.testing.engines import run_in_fork
 from penstock.testing.tier_machine import wait_until
 
+ENCODING_SLOTS = SLOTS // 2
 MANY = 3 * SLOTS
 """Pieces of a storage, or storages: more than there are slots."""
 

@@ -145,7 +145,7 @@ class Stores:
         mover.trim(scratch_bytes)
         stage: Callable[..., Transport]
         if accelerator is None:
-            stage = importlib.import_module("penstock.runtime.encoding.stage").HostEncodingStage
+            stage = importlib.import_module("penstock.runtime.encoding").open_host_stage
         else:
             stage = accelerator.encoding_stage()
         try:

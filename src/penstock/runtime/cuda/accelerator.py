@@ -94,9 +94,9 @@ class Accelerator:
         return sampler
 
     def encoding_stage(self) -> Callable[..., Transport]:
-        """Return the class of stages that encode on the device, bound to its link."""
+        """Return the function that opens stages which encode on the device."""
         encoding = importlib.import_module("penstock.runtime.cuda.encoding")
-        return partial(encoding.DeviceEncodingStage, link=self.link)
+        return partial(encoding.open_device_stage, link=self.link)
 
     def open_mover(
         self, config: OffloadConfig, host: Account, flash: Tier | None

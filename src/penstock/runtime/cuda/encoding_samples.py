@@ -27,10 +27,10 @@ from penstock.core.units import KIB, MIB
 from penstock.plan.encoding import MARGIN
 from penstock.plan.profile import CodecSample
 from penstock.runtime.cuda.link import CudaLink
-from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.sampling import STRETCH_BYTES, chosen_codecs, stretches
 from penstock.staging import bytes_of
 from penstock.store.account import Account
+from penstock.store.frames import SCRATCH
 
 T = TypeVar("T")
 
