@@ -1,127 +1,155 @@
-"""The ring: places never overlap, nothing is held beyond the limit, and what is freed is used again."""
+"""Memory that samples are read into: places never overlap, nothing is held beyond the limit, and what is
+freed is used again.
+"""
+
+import gc
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.data.ring import ByteRing
-from penstock.io.mapping import HUGE_PAGE_BYTES
+from penstock.data.group import ReadMemory
+from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
+from penstock.store.account import host_account
 
-CAPACITY = 1 << 16
+CAPACITY = 1 << 18
 
 
-class RingMachine(RuleBasedStateMachine):
+class MemoryMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.ring = ByteRing(CAPACITY)
-        self.live = []  # (taken, [(start, stop)]), oldest first
-        self.lent = []  # (taken, span, array, what is in it)
+        self.memory = ReadMemory(CAPACITY)
+        self.live = []  # (blocks, [(start, stop)]), oldest first
+        self.lent = []  # (arena, span, array, contents)
 
-    @rule(sizes=st.lists(st.integers(1, CAPACITY // 3), min_size=1, max_size=5))
+    @rule(sizes=st.lists(st.integers(1, CAPACITY // PAGE_BYTES // 3), min_size=1, max_size=5))
     def take(self, sizes):
-        places = self.ring.take(np.array(sizes))
+        sizes = [each * PAGE_BYTES for each in sizes]
+        places = self.memory.take(np.array(sizes))
         if places is None:
-            assert self.live or self.lent or sum(sizes) > self.ring.limit_bytes
+            assert self.live or self.lent or sum(sizes) > self.memory.limit_bytes
             return
-        offsets, taken = places
+        offsets, blocks = places
         spans = [(int(o), int(o) + n) for o, n in zip(offsets, sizes, strict=True)]
         others = [span for _, held in self.live for span in held]
+        others += [span for arena, span, *_ in self.lent if arena is self.memory.arena]
         for start, stop in spans:
-            assert 0 <= start < stop <= self.ring.limit_bytes
+            assert 0 <= start < stop <= self.memory.limit_bytes
+            assert any(
+                block.offset <= start and stop <= block.offset + len(block.array)
+                for block in blocks
+            )
             assert all(stop <= low or start >= high for low, high in others)
             others.append((start, stop))
-        self.live.append((taken, spans))
+        self.live.append((blocks, spans))
         for start, stop in spans:
-            self.ring.bytes[start:stop] = np.random.default_rng(start).integers(256)
+            self.memory.bytes[start:stop] = np.random.default_rng(start).integers(256)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def free(self, data):
-        taken, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-        self.ring.free(taken)
+        blocks, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        blocks.clear()
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def lend(self, data):
-        taken, spans = data.draw(st.sampled_from(self.live))
-        span = data.draw(st.sampled_from(spans))
-        if span not in [other for each, other, *_ in self.lent if each is taken]:
-            array = self.ring.lend(taken, span)
-            self.lent.append((taken, span, array, array.copy()))
+        blocks, _ = self.live[data.draw(st.integers(0, len(self.live) - 1))]
+        block = blocks[data.draw(st.integers(0, len(blocks) - 1))]
+        array = block.array[:PAGE_BYTES]
+        span = (block.offset, block.offset + len(block.array))
+        self.lent.append((self.memory.arena, span, array, array.copy()))
 
     @precondition(lambda self: self.lent)
     @rule(data=st.data())
-    def give_back(self, data):
-        taken, span, *_ = self.lent.pop(data.draw(st.integers(0, len(self.lent) - 1)))
-        self.ring.give_back(taken, span)
+    def drop(self, data):
+        self.lent.pop(data.draw(st.integers(0, len(self.lent) - 1)))
 
     @precondition(lambda self: not self.live)
     @rule()
     def renew(self):
-        self.ring.renew()
+        self.memory.renew()
+
+    @rule(limit=st.integers(PAGE_BYTES, CAPACITY))
+    def lower(self, limit):
+        self.memory.limit_bytes = limit // PAGE_BYTES * PAGE_BYTES
 
     @invariant()
     def what_is_lent_is_not_written_to(self):
-        for _, _, array, expected in self.lent:
+        for *_, array, expected in self.lent:
             assert np.array_equal(array, expected)
-
-    @precondition(lambda self: not self.live and not self.lent)
-    @rule(limit=st.integers(1, CAPACITY))
-    def lower(self, limit):
-        self.ring.limit_bytes = limit
 
     @invariant()
     def all_is_counted(self):
-        held = [stop for _, spans in self.live for _, stop in spans]
-        assert self.ring.held_bytes >= max(held, default=0)
-        assert self.ring.held_bytes <= CAPACITY
-        assert self.ring.account.used_bytes == self.ring.held_bytes
+        assert self.memory.held_bytes <= CAPACITY
+        assert self.memory.account.used_bytes == self.memory.held_bytes
         if not self.live and not self.lent:
-            assert self.ring.used_bytes == 0
+            assert self.memory.used_bytes == 0
 
     def teardown(self):
-        self.ring.close()
+        self.memory.close()
         self.what_is_lent_is_not_written_to()
 
 
-TestRing = RingMachine.TestCase
+TestReadMemory = MemoryMachine.TestCase
 
 
-def test_what_is_freed_is_used_again_when_all_before_it_is_free():
-    ring = ByteRing(CAPACITY)
-    part = np.array([CAPACITY // 4])
-    first, second, third = (ring.take(part)[1] for _ in range(3))
-    ring.free(second)
-    assert ring.take(part) is not None
-    assert ring.take(part) is None, "the first one is not free"
-    ring.free(first)
-    assert ring.take(np.array([CAPACITY // 2])) is not None
-    assert ring.take(part) is None, "the third one is not free"
-    ring.free(third)
-    ring.close()
+def test_scattered_room_is_used():
+    """Extents that do not fit in one piece are put into several."""
+    memory = ReadMemory(8 * PAGE_BYTES)
+    each = [memory.take(np.array([PAGE_BYTES]))[1] for _ in range(8)]
+    for blocks in each[::2]:
+        blocks.clear()
+    assert memory.take(np.array([2 * PAGE_BYTES])) is None
+    _, blocks = memory.take(np.full(4, PAGE_BYTES))
+    assert len(blocks) == 4
+    memory.close()
 
 
-def test_what_is_not_needed_any_more_is_given_back():
-    ring = ByteRing(4 * HUGE_PAGE_BYTES)
-    _, first = ring.take(np.array([3 * HUGE_PAGE_BYTES + 1]))
-    assert ring.held_bytes == 4 * HUGE_PAGE_BYTES
-    ring.limit_bytes = HUGE_PAGE_BYTES
-    ring.free(first)
-    assert ring.held_bytes == HUGE_PAGE_BYTES
-    assert ring.take(np.array([HUGE_PAGE_BYTES + 1])) is None
-    ring.close()
-    assert ring.account.used_bytes == 0
+def test_what_is_not_needed_any_more_is_freed():
+    memory = ReadMemory(4 * HUGE_PAGE_BYTES)
+    _, first = memory.take(np.array([3 * HUGE_PAGE_BYTES + PAGE_BYTES]))
+    assert memory.held_bytes == 4 * HUGE_PAGE_BYTES
+    memory.limit_bytes = HUGE_PAGE_BYTES
+    assert memory.take(np.array([PAGE_BYTES])) is None
+    first.clear()
+    _, second = memory.take(np.array([PAGE_BYTES]))
+    assert memory.held_bytes == HUGE_PAGE_BYTES
+    assert memory.take(np.array([HUGE_PAGE_BYTES])) is None
+    second.clear()
+    memory.close()
+    assert memory.account.used_bytes == 0
 
 
-def test_a_ring_grows_as_far_as_the_account_allows():
-    ring = ByteRing(8 * HUGE_PAGE_BYTES)
-    ring.account.limit_bytes = 4 * HUGE_PAGE_BYTES
-    _, first = ring.take(np.array([3 * HUGE_PAGE_BYTES + 1]))
-    assert ring.take(np.array([2 * HUGE_PAGE_BYTES])) is None
-    ring.free(first)
-    assert ring.used_bytes == 0
-    _, second = ring.take(np.array([2 * HUGE_PAGE_BYTES]))
-    ring.account.limit_bytes = 8 * HUGE_PAGE_BYTES
-    assert ring.take(np.array([5 * HUGE_PAGE_BYTES])) is not None
-    ring.free(second)
-    ring.close()
+def test_as_much_is_taken_as_the_account_allows(monkeypatch):
+    account = host_account()
+    limit = account.used_bytes + 4 * HUGE_PAGE_BYTES + PAGE_BYTES
+    monkeypatch.setattr(account, "limit_bytes", limit)
+    memory = ReadMemory(8 * HUGE_PAGE_BYTES)
+    _, first = memory.take(np.array([3 * HUGE_PAGE_BYTES + PAGE_BYTES]))
+    assert memory.take(np.array([2 * HUGE_PAGE_BYTES])) is None
+    first.clear()
+    assert memory.used_bytes == 0
+    _, second = memory.take(np.array([4 * HUGE_PAGE_BYTES + PAGE_BYTES]))
+    assert memory.take(np.array([PAGE_BYTES])) is None
+    second.clear()
+    memory.close()
+
+
+@pytest.mark.parametrize("end", [ReadMemory.renew, ReadMemory.close])
+def test_what_is_lent_lasts_and_is_the_holders(end):
+    before = host_account().used_bytes
+    memory = ReadMemory(4 * HUGE_PAGE_BYTES)
+    arena = memory.arena
+    _, blocks = memory.take(np.full(4, HUGE_PAGE_BYTES))
+    lent = blocks[0].array[:PAGE_BYTES]
+    lent[:] = 7
+    blocks.clear()
+    end(memory)
+    assert host_account().used_bytes == before
+    assert (lent == 7).all()
+    del lent
+    gc.collect()
+    assert arena.touched_bytes == 0
+    memory.close()

@@ -21,9 +21,8 @@ from penstock.core.process import fork_guard
 from penstock.core.units import format_bytes, round_up
 from penstock.data.build import Opened
 from penstock.data.extents import GRANULE, ReadPlan, distinct, plan_of
-from penstock.data.group import SampleGroup
+from penstock.data.group import ReadBlock, ReadMemory, SampleGroup
 from penstock.data.permutation import Numbers
-from penstock.data.ring import ByteRing, Taken
 from penstock.io.engine import Engine, Priority, ReadBatch, Transfer
 from penstock.io.files import DirectFile, open_path
 from penstock.store import checksums
@@ -70,7 +69,7 @@ class Reader:
     def __init__(
         self,
         opened: Opened,
-        ring: ByteRing,
+        ring: ReadMemory,
         engine: Engine,
         *,
         verify: bool = True,
@@ -90,7 +89,7 @@ class Reader:
         self.opened = opened
         self.ring = ring
         self.read_bytes = self.wanted_bytes = 0
-        self.memory_bytes = ring.capacity_bytes if memory_bytes is None else memory_bytes
+        self.memory_bytes = ring.limit_bytes if memory_bytes is None else memory_bytes
         self.lends = True
         self._engine = engine
         self._verify = verify and len(opened.index.sums) > 0
@@ -128,12 +127,7 @@ class Reader:
                 return None
             self.read_bytes += plan.total_bytes
             self.wanted_bytes += int(np.maximum(plan.ranges.nbytes, 0).sum())
-        try:
-            return self._start(plan, *places)
-        except BaseException:
-            with self._lock:
-                self.ring.free(places[1])
-            raise
+        return self._start(plan, *places)
 
     def read(self, samples: Numbers, policy: Policy) -> SampleGroup:
         """Read samples and wait for them; raises as ``start`` and ``Pending.wait``."""
@@ -144,7 +138,7 @@ class Reader:
     def renew(self) -> None:
         """Leave lent memory to the batches that keep it, take new memory, and lend no more.
 
-        Nothing may be under way. See [Note: lent memory] of the ring.
+        Nothing may be under way. See [Note: lent memory].
         """
         with self._lock:
             self.lends = False
@@ -175,7 +169,7 @@ class Reader:
         """Close the files. Nothing may be under way."""
         self._files.clear()
 
-    def _start(self, plan: ReadPlan, offsets: Numbers, taken: Taken) -> Pending:
+    def _start(self, plan: ReadPlan, offsets: Numbers, blocks: list[ReadBlock]) -> Pending:
         base = np.append(offsets - plan.begin, 0)  # the last: of a range without bytes
         group = SampleGroup(
             samples=plan.samples,
@@ -183,8 +177,7 @@ class Reader:
             nbytes=plan.ranges.nbytes,
             file=plan.ranges.file,
             ring=self.ring,
-            taken=taken,
-            lock=self._lock,
+            blocks=blocks,
             lends=self.lends
             and plan.apart
             and plan.total_bytes <= self.ring.limit_bytes // LENT_PART,
@@ -193,10 +186,13 @@ class Reader:
             transfer = Transfer(0)
             transfer.settle()
             return Pending(self, plan, group, None, transfer)
-        batch = self._batch(plan.file, plan.begin, plan.nbytes, self.ring.address + offsets)
+        address = self.ring.arena.address + offsets
+        batch = self._batch(group, plan.file, plan.begin, plan.nbytes, address)
         return Pending(self, plan, group, batch, self._engine.submit_batch(batch))
 
-    def _batch(self, file: Numbers, begin: Numbers, nbytes: Numbers, address: Numbers) -> ReadBatch:
+    def _batch(
+        self, group: SampleGroup, file: Numbers, begin: Numbers, nbytes: Numbers, address: Numbers
+    ) -> ReadBatch:
         """Return the reads of some extents; long ones are cut into entries."""
         pieces = -(-nbytes // ENTRY_BYTES)
         of = np.repeat(np.arange(len(nbytes)), pieces)
@@ -212,7 +208,7 @@ class Reader:
             address=address[of] + skip,
             nbytes=length,
             least_bytes=np.clip(sizes - begin[of] - skip, 0, length),
-            keep_alive=self.ring,
+            keep_alive=tuple(group.blocks),
             priority=self._priority,
         )
 
@@ -239,7 +235,7 @@ class Reader:
         spans = [
             (int(batch.address[e]), int(batch.address[e] + batch.nbytes[e])) for e in batch.errors
         ]
-        begin = self.ring.address + group.offset
+        begin = self.ring.arena.address + group.offset
         for row in range(len(group.samples)):
             for column in np.flatnonzero(group.nbytes[row] > 0):
                 start = int(begin[row, column])
@@ -251,8 +247,9 @@ class Reader:
         offset, nbytes = int(plan.ranges.offset[row, column]), int(group.nbytes[row, column])
         begin = offset // GRANULE * GRANULE
         length = -(-(offset + nbytes) // GRANULE) * GRANULE - begin
-        address = self.ring.address + int(group.offset[row, column]) - (offset - begin)
-        batch = self._batch(*(np.array([n]) for n in (plan.file_of(row), begin, length, address)))
+        address = self.ring.arena.address + int(group.offset[row, column]) - (offset - begin)
+        places = (np.array([n]) for n in (plan.file_of(row), begin, length, address))
+        batch = self._batch(group, *places)
         self._engine.submit_batch(batch).wait()
         for error in batch.errors.values():
             where = self._where(int(plan.samples[row]), plan.file_of(row))
@@ -265,8 +262,9 @@ class Reader:
             return
         sums = self.opened.index.sums[group.samples]
         lengths = np.maximum(group.nbytes, 0).sum(axis=1)
-        first = np.where(group.nbytes > 0, group.offset, self.ring.capacity_bytes).min(axis=1)
-        starts = self.ring.address + first
+        absent = len(self.ring.bytes)
+        first = np.where(group.nbytes > 0, group.offset, absent).min(axis=1)
+        starts = self.ring.arena.address + first
         for row, (address, nbytes) in enumerate(
             zip(starts.tolist(), lengths.tolist(), strict=True)
         ):
@@ -334,8 +332,9 @@ class Pending:
 
     def _wait(self) -> None:
         self.transfer.wait()
-        if self._batch is not None and self._batch.errors:
-            self._reader._ask_again(self.plan, self._group, self._batch)
+        batch, self._batch = self._batch, None  # which keeps the group's blocks
+        if batch is not None and batch.errors:
+            self._reader._ask_again(self.plan, self._group, batch)
         self._reader._check_sums(self._group)
 
     def free(self) -> None:

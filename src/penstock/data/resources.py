@@ -21,12 +21,11 @@ from penstock.core.units import format_bytes, round_down
 from penstock.data.assemble import Assembler
 from penstock.data.build import Opened
 from penstock.data.extents import GRANULE, LONG_BYTES
-from penstock.data.group import ALIGNED_BYTES, LEAST_LENT_BYTES
+from penstock.data.group import ALIGNED_BYTES, LEAST_LENT_BYTES, ReadMemory
 from penstock.data.index import Index
 from penstock.data.order import Kind, Order, Share
 from penstock.data.rates import DatasetRates
 from penstock.data.reader import GROUP_PART, Reader
-from penstock.data.ring import ByteRing
 from penstock.io.engine import Engine
 from penstock.io.mapping import PAGE_BYTES
 from penstock.store.arena import Arena
@@ -92,7 +91,7 @@ class LoaderResources:
         self.memory_bytes = memory_bytes // sharers
         self.waiting_bytes = waiting_bytes
         self._index = opened.index
-        self.ring = ByteRing(self.room_beside(waiting_bytes))
+        self.ring = ReadMemory(self.room_beside(waiting_bytes))
         self.engine = shared_engine() if engine is None else engine
         self.reader = Reader(
             opened, self.ring, self.engine, verify=verify, memory_bytes=self.memory_bytes

@@ -126,8 +126,8 @@ class Stream:
         self._under_way = 0
         self._awaited: Pending | None = None  # by the thread of the stream
         self._waiting = False  # whoever takes, for a batch
-        self._full = False  # the ring, when something was to begin last; and what was free by then
-        self._given_back = 0
+        self._full = False  # the memory, when a group was to begin last; and what was used then
+        self._used_bytes = 0
         self._arrived_ns = 0
         self._taken_ns = 0
         self._thread = threading.Thread(target=self._run, name="penstock-data", daemon=True)
@@ -265,10 +265,10 @@ class Stream:
 
     def _fill(self) -> None:
         """Begin groups, as far ahead as it pays."""
-        given_back = self._reader.ring.given_back
-        if self._full and given_back == self._given_back:
+        used_bytes = self._reader.ring.used_bytes
+        if self._full and used_bytes == self._used_bytes:
             return
-        self._full, self._given_back = False, given_back
+        self._full = False
         while not self._stopping:
             with self._changed:
                 ahead = self._under_way + self._ready_batches
@@ -281,7 +281,7 @@ class Stream:
             steps, plan = self._candidate
             pending = self._reader.start(plan)
             if pending is None:
-                self._full = True
+                self._full, self._used_bytes = True, self._reader.ring.used_bytes
                 return
             self._begin(_Fetch(steps, pending, self._clock.now_ns()))
             self._candidate = None
