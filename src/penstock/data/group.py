@@ -137,11 +137,11 @@ class SampleGroup:
 
     samples: Numbers
     offset: Numbers
-    """``[samples, fields]``: offset in ``ring.bytes``."""
+    """``[samples, fields]``: offset in ``memory.bytes``."""
     nbytes: Numbers
     """``[samples, fields]``; -1: the sample lacks the field."""
     file: Numbers
-    ring: ReadMemory
+    memory: ReadMemory
     blocks: list[ReadBlock]
     lends: bool
     """True if ``lend`` may be called: no byte is in two samples, and there is room for other groups."""
@@ -164,4 +164,4 @@ class SampleGroup:
     def free(self) -> None:
         """Free the memory, except for what is lent."""
         self.blocks.clear()
-        self.ring.trim()
+        self.memory.trim()

@@ -143,7 +143,7 @@ def _facts(index: Index, align: int) -> dict[str, Any]:
 def _write_group(writer: _Writer, group: SampleGroup, tables: Tables, align: int) -> None:
     if group.bad:
         raise next(iter(group.bad.values()))
-    memory = group.ring.bytes
+    memory = group.memory.bytes
     for row, sample in enumerate(group.samples.tolist()):
         writer.align(align)
         tables.offsets[sample] = writer.at
