@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from penstock.checkpoint.staging import (
     parent_of,
     publish,
 )
-from penstock.checkpoint.streams import BUFFERS_BYTES, Buffers
+from penstock.checkpoint.streams import BUFFERS_BYTES, Buffers, Regions
 from penstock.checkpoint.targets import Targets
 from penstock.checkpoint.tensors import FILE_BYTES, Prepared, prepare
 from penstock.checkpoint.unchanged import Place, places
@@ -303,14 +303,16 @@ class CheckpointStore:
                             block_bytes=self.block_bytes,
                         ),
                     )
-                    writer.finish(lambda: self.disk.sync_file(hidden, FILE_NAME))
+                    writer.finish(
+                        lambda: self.disk.sync_file(hidden, FILE_NAME),
+                        lambda: self.disk.sync(hidden),
+                    )
                 except BaseException:
                     writer.abandon()
                     raise
         finally:
             if engine is not None:
                 engine.close()
-        self.disk.sync(hidden)
         return writer
 
     @contextmanager
@@ -359,20 +361,30 @@ class CheckpointStore:
             return self._load(absolute_path(path, "the checkpoint"), into, partial=partial)
 
     def _load(self, where: str, into: object, *, partial: bool) -> Any:
-        with OpenCheckpoint(where, self.disk) as opened:
+        with (
+            OpenCheckpoint(where, self.disk) as opened,
+            self._engine() as engine,
+            ExitStack() as supply,
+        ):
             targets = Targets(opened.manifest, partial=partial)
-            state = opened.manifest.state
-            made = targets.value(state, ()) if into is None else targets.bind(into, state)
-            targets.differences.check(where)
-            regions = targets.regions()
-            with self._engine() as engine, Prefault(targets.new_memory):
-                try:
-                    opened.read(regions, engine=engine)
-                except DamagedError as error:
-                    if into is None:
-                        raise
-                    raise _half_set(error) from error
+            made: Callable[[], Any] | None = None
+
+            def bind() -> Mapping[int, Regions]:
+                nonlocal made
+                state = opened.manifest.state
+                made = targets.value(state, ()) if into is None else targets.bind(into, state)
+                targets.differences.check(where)
+                supply.enter_context(Prefault(targets.new_memory))
+                return targets.regions()
+
+            try:
+                opened.read(bind, engine=engine)
+            except DamagedError as error:
+                if into is None:
+                    raise
+                raise _half_set(error) from error
         targets.settle()
+        assert made is not None
         return made()
 
     def verify(self, path: str | os.PathLike[str]) -> Health:

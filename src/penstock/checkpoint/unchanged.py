@@ -110,8 +110,7 @@ def _same_blocks(
     starts = [start for start, _ in regions]
     same = []
     with Buffers(block_bytes) as buffers:
-        block = buffers.take()
-        assert block is not None
+        block = buffers.take(BlockWrites(buffers))
         for index, offset in enumerate(blocks_of(plan.nbytes, block_bytes)):
             end = min(offset + block_bytes, plan.nbytes)
             checksum = fill(regions, starts, offset, end, block.address)
