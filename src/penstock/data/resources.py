@@ -106,7 +106,7 @@ class LoaderResources:
         return workings + self._index.nbytes + self.memory.held_bytes + self.waiting_bytes
 
     def set_aside(self, waiting_bytes: int) -> None:
-        """Lower the limit of the read memory for batches that wait. Raises BudgetError: no room is left."""
+        """Lower the limit of the read memory for batches that wait. Raises BudgetError: none is left."""
         if waiting_bytes <= self.waiting_bytes:
             return
         self.memory.limit_bytes = min(self.memory.limit_bytes, self.room_beside(waiting_bytes))
