@@ -36,7 +36,7 @@ from penstock.checkpoint.targets import Targets
 from penstock.checkpoint.tensors import FILE_BYTES, Prepared, prepare
 from penstock.checkpoint.unchanged import Place, places
 from penstock.checkpoint.values import FormError, Json
-from penstock.checkpoint.writer import Base, EncodedBody, FilesWriter, Watcher
+from penstock.checkpoint.writer import EncodedBody, FilesWriter, Watcher
 from penstock.core.errors import CheckpointError, DamagedError
 from penstock.core.files import absolute_path
 from penstock.io.engine import Engine
@@ -226,7 +226,7 @@ class CheckpointStore:
                 if old is None:
                     check_fits(parent, prepared.nbytes - held_bytes(hidden, needed))
                 if regions is None:
-                    regions = [plan.regions(prepared.leaves) for plan in prepared.plans]
+                    regions = [plan.regions(prepared.tensors) for plan in prepared.plans]
                 writer = self._write_all(
                     hidden,
                     prepared,
@@ -253,8 +253,7 @@ class CheckpointStore:
             yield None
             return
         with OpenCheckpoint(absolute_path(base, "base"), self.disk) as opened:
-            usable = opened.manifest.block_bytes == self.block_bytes
-            yield Base(opened.directory, opened.manifest) if usable else None
+            yield opened if opened.manifest.block_bytes == self.block_bytes else None
 
     def _write_all(
         self,
@@ -263,7 +262,7 @@ class CheckpointStore:
         regions: Sequence[Any],
         *,
         facts: Mapping[str, Json] | None,
-        base: Base | None,
+        base: OpenCheckpoint | None,
         encoder: Encoder | None,
         watcher: Watcher | None,
         buffers_bytes: int,
@@ -289,9 +288,10 @@ class CheckpointStore:
                         if encoder is None:
                             writer.add(plan.name, plan.nbytes, each)
                             continue
-                        body = EncodedBody(plan, prepared.leaves, each, encoder)
+                        body = EncodedBody(plan, prepared.entries, each, encoder)
                         writer.add_encoded(plan.name, plan.nbytes, body)
-                        body.enter(entries)
+                        for index, entry in body.entries.items():
+                            entries[index] = entry
                     self.disk.write(
                         hidden,
                         FILE_NAME,
