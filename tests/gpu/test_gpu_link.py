@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_runs import settings_for
+from gpu_runs import SMALL, settings_for
 
 from memory_nodes import node_at
 from offload_runs import session_in
@@ -141,20 +141,25 @@ def test_nothing_waits_for_a_busy_device(mover, device, warm):
 
 
 def test_pinned_copies_run_at_the_pace_of_the_link_and_are_recorded_so(mover, device):
-    out, back = mover.measure()
-    assert min(out, back) > 3e9  # a pageable copy is slower, the slowest link is not
     source = torch.ones(NBYTES, dtype=torch.uint8, device=device)
-    best, before = 0.0, mover._lanes._recorder.snapshot()
-    for _ in range(3):  # what else the machine does may slow one down
+
+    def recorded():
+        """Bytes per second of a copy out, as recorded, which begins behind other work."""
+        before = mover._lanes._recorder.snapshot()
         torch.cuda._sleep(LONG)  # does not count as slow copying
         ticket = mover.write(source.untyped_storage(), HostTier, "slot")
         ticket.written.wait(10)
         mover.discard(HostTier, ticket)
-        now = mover._lanes._recorder.snapshot()
-        flow = between(before, now, {}).flow(Stage.COPY_OUT, "host")
+        flow = between(before, mover._lanes._recorder.snapshot(), {}).flow(Stage.COPY_OUT, "host")
         assert flow.nbytes == NBYTES
-        best, before = max(best, flow.bytes_per_s), now
-    assert best > out / 3
+        return flow.bytes_per_s
+
+    def are_fast():
+        out, back = mover.measure()
+        # a pageable copy is slower, the slowest link is not; an emulated device is as fast as its host
+        return (SMALL or min(out, back) > 3e9) and recorded() > out / 3
+
+    assert any(are_fast() for _ in range(10))  # what else the machine does may slow one down
 
 
 def test_a_used_target_is_free_for_its_stream_at_once(mover, device, warm):

@@ -303,14 +303,16 @@ class CheckpointStore:
                             block_bytes=self.block_bytes,
                         ),
                     )
-                    writer.finish(lambda: self.disk.sync_file(hidden, FILE_NAME))
+                    writer.finish(
+                        lambda: self.disk.sync_file(hidden, FILE_NAME),
+                        lambda: self.disk.sync(hidden),
+                    )
                 except BaseException:
                     writer.abandon()
                     raise
         finally:
             if engine is not None:
                 engine.close()
-        self.disk.sync(hidden)
         return writer
 
     @contextmanager

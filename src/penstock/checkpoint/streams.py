@@ -17,6 +17,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -189,17 +190,51 @@ def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * nbytes).from_address(address)
 
 
-class BlockWrites(TransferWindow[Block]):
+@dataclass(slots=True, eq=False)
+class OutputFile:
+    """A file that is being written."""
+
+    file: DirectFile
+    nbytes: int
+    """Its length when all its blocks are written."""
+    in_flight: int = 0
+    """Blocks on their way to it."""
+    is_complete: bool = False
+    """Every block has been sent."""
+    synced: Future[None] | None = None
+    """Settled when it is on the device."""
+
+
+class _Sent(NamedTuple):
+    block: Block
+    target: OutputFile
+
+
+class BlockWrites(TransferWindow[_Sent]):
     """Blocks that are being written to files. Not thread-safe.
+
+    [Note: early syncs]
+        A device that has a cache writes most of it when a file is synced, which takes as long as writing
+        did. So each file is synced, in a thread of its own, as soon as its last block is written, while
+        the blocks of later files are on their way.
 
     Attributes:
         buffers: Memory of the blocks.
     """
 
-    def __init__(self, buffers: Buffers) -> None:
-        """Write nothing yet."""
-        super().__init__(release=buffers.give)
+    def __init__(
+        self, buffers: Buffers, sync: Callable[[DirectFile, int], None] | None = None
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            buffers: Memory for the blocks.
+            sync: Called in a thread with each file and its length, once all its blocks are written;
+                None if no block will be sent.
+        """
+        super().__init__(complete=self._written, release=lambda sent: buffers.give(sent.block))
         self.buffers = buffers
+        self._sync = sync
 
     def take_block(self) -> Block:
         """Return a block to fill, waiting for the oldest in flight if none is free.
@@ -210,17 +245,42 @@ class BlockWrites(TransferWindow[Block]):
         block = self.take(self.buffers.take)
         return self.buffers.need() if block is None else block
 
-    def send(self, file: DirectFile, offset: int, nbytes: int, block: Block) -> None:
+    def send(self, target: OutputFile, offset: int, nbytes: int, block: Block) -> None:
         """Begin to write a block; zeros fill it up to the granule of the file."""
+        file = target.file
         padding = round_up(nbytes, file.granule_bytes) - nbytes
         if padding:
             ctypes.memset(block.address + nbytes, 0, padding)
+        target.in_flight += 1
         self.begin(
-            block,
+            _Sent(block, target),
             lambda priority: self.buffers.move(
                 "write", file, offset, nbytes, block, priority=priority
             ),
         )
+
+    def end(self, target: OutputFile) -> None:
+        """Note that every block of a file has been sent."""
+        target.is_complete = True
+        self._sync_if_written(target)
+
+    def wait_for(self, target: OutputFile) -> None:
+        """Wait until a file that has ended is on the device, and close it. Raises TransferError."""
+        while target.in_flight:
+            self.advance()
+        assert target.synced is not None
+        target.synced.result()
+        target.file.close()
+
+    def _written(self, sent: _Sent) -> None:
+        sent.target.in_flight -= 1
+        self._sync_if_written(sent.target)
+
+    def _sync_if_written(self, target: OutputFile) -> None:
+        if target.is_complete and not target.in_flight:
+            assert self._sync is not None
+            work = partial(self._sync, target.file, target.nbytes)
+            target.synced = in_thread("penstock-sync", work)
 
 
 def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> str:

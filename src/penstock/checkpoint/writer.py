@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -25,12 +25,12 @@ from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.frames import ALIGNMENT_BYTES, Encoder
 from penstock.checkpoint.manifest import FRAME_BYTES, FileEntry, Manifest, TensorEntry, blocks_of
 from penstock.checkpoint.regions import Region
-from penstock.checkpoint.streams import BlockWrites, Buffers, Regions, digest, fill
+from penstock.checkpoint.streams import BlockWrites, Buffers, OutputFile, Regions, digest, fill
 from penstock.checkpoint.tensors import FilePlan, Leaf, header_of
 from penstock.checkpoint.values import name_of
 from penstock.codec.base import HEADER_BYTES, Bytes
 from penstock.core.errors import CheckpointError, TransferError
-from penstock.core.threads import all_at_once
+from penstock.core.threads import in_thread
 from penstock.core.units import round_up
 from penstock.io.files import DirectFile, open_at
 from penstock.store.pool import Block
@@ -163,7 +163,7 @@ class FileBlocks:
             name: Name of the file.
             base: File of the base that the blocks are compared with.
         """
-        self.file: DirectFile | None = None
+        self.file: OutputFile | None = None
         self.shares_base = False
         self.written_bytes = 0
         self.block_bytes = out.buffers.block_bytes
@@ -311,7 +311,7 @@ def agrees(body: EncodedBody, out: BlockWrites, known: FileEntry) -> bool:
 
 
 _MOST_OPEN: Final = 64
-"""Most files that are open. All are synced at the end, as a journal is written once then."""
+"""Most files that are open."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -391,11 +391,11 @@ class FilesWriter:
         self._reused = set[str]()
         self._disk = disk
         self._directory = directory
-        self._out = BlockWrites(buffers)
+        self._out = BlockWrites(buffers, disk.finish)
         self._base = base
         self._watcher: Watcher = _NoWatcher() if watcher is None else watcher
         self._watcher.begins(self._out)
-        self._open: list[_OpenFile] = []
+        self._open: list[OutputFile] = []
         self._early: dict[str, DirectFile] = {}
 
     def expect(self, name: str, nbytes: int) -> None:
@@ -441,7 +441,7 @@ class FilesWriter:
         def make(compared: int) -> None:
             """Make the file, and write the blocks that were compared, unless it shares them."""
             blocks.file = self.make(name, nbytes)
-            blocks.shares_base = self._clone(name, nbytes, blocks.file)
+            blocks.shares_base = self._clone(name, nbytes, blocks.file.file)
             for index in () if blocks.shares_base else range(compared):
                 put(index)
 
@@ -477,17 +477,17 @@ class FilesWriter:
             blocks.end(body.header())
         finally:
             blocks.close()
-        self._open[-1].nbytes = blocks.nbytes
+        blocks.file.nbytes = blocks.nbytes
         self._watcher.released(number, plain_bytes)
         entry = FileEntry(name=name, nbytes=blocks.nbytes, sums=blocks.sums)
         return self._added(entry, blocks)
 
-    def make(self, name: str, nbytes: int) -> DirectFile:
+    def make(self, name: str, nbytes: int) -> OutputFile:
         """Return a new file, a spare one, or the one that was created early. Raises TransferError."""
         early = self._early.pop(name, None)
         file = self._create(name, nbytes) if early is None else early
-        self._open.append(_OpenFile(file, nbytes))
-        return file
+        self._open.append(OutputFile(file, nbytes))
+        return self._open[-1]
 
     def link(self, name: str, nbytes: int) -> bool:
         """Link the base's file of that name and length; return False if that is not possible."""
@@ -499,26 +499,28 @@ class FilesWriter:
         source.close()
         return is_whole and self._disk.link(self._base.directory, self._directory, name)
 
-    def finish(self, also: Callable[[], None] | None = None) -> None:
+    def finish(self, *also: Callable[[], None]) -> None:
         """Wait until all files are on the device. Raises TransferError.
 
         Args:
-            also: Another wait, which runs beside those for the files, in a thread of its own: a journal
-                and a device's cache are then flushed once, and not for each.
+            also: Other waits, each of which runs in a thread beside those for the files: a journal and a
+                device's cache are then flushed once for several.
         """
-        self._out.finish()
-        waits: list[Callable[[], None]] = [
-            partial(self._disk.finish, each.file, each.nbytes) for each in self._open
-        ]
-        if also is not None:
-            waits.append(also)
-        all_at_once("penstock-sync", waits)
-        while self._open:
-            self._open.pop().file.close()
+        begun = [in_thread("penstock-sync", each) for each in also]
+        try:
+            self._out.finish()
+            while self._open:
+                self._out.wait_for(self._open[0])
+                self._open.pop(0)
+        finally:
+            wait(begun)
+        for each in begun:
+            each.result()
 
     def abandon(self) -> None:
         """Cancel what is in flight and close all files, whatever is in them. Idempotent."""
         self._out.cancel()
+        wait([each.synced for each in self._open if each.synced is not None])
         while self._open:
             self._open.pop().file.close()
         while self._early:
@@ -546,25 +548,13 @@ class FilesWriter:
 
     def _added(self, entry: FileEntry, blocks: FileBlocks | None = None) -> FileEntry:
         self.entries.append(entry)
-        if blocks is not None:
-            self.written_bytes += blocks.written_bytes
         if entry.name in self._reused:
             self.reused_bytes += entry.nbytes
+        if blocks is not None:
+            self.written_bytes += blocks.written_bytes
+            if blocks.file is not None:
+                self._out.end(blocks.file)
         while len(self._open) > _MOST_OPEN:
-            self._finish_oldest()
+            self._out.wait_for(self._open[0])
+            self._open.pop(0)
         return entry
-
-    def _finish_oldest(self) -> None:
-        oldest = self._open[0]
-        self._out.finish()
-        self._disk.finish(oldest.file, oldest.nbytes)
-        oldest.file.close()
-        self._open.pop(0)
-
-
-@dataclass(slots=True, eq=False)
-class _OpenFile:
-    """A file that is being written, and its length when all its blocks are written."""
-
-    file: DirectFile
-    nbytes: int

@@ -57,3 +57,7 @@ def __getattr__(name: str) -> Any:
     if name in _WITH_TORCH:
         return getattr(importlib.import_module(_WITH_TORCH[name]), name)
     raise AttributeError(f"module 'penstock.data' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -44,7 +44,7 @@ from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_byt
 from penstock.core.errors import ClosedError
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.cuda.link import Link, Stream
+from penstock.runtime.cuda.link import CudaLink, Stream
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.tickets import CudaTarget, Fill
 from penstock.runtime.encoding.jobs import EncodedTicket, ReadJob, WriteJob
@@ -108,7 +108,7 @@ class DeviceScratch(ScratchSlots):
 class _Side:
     """The ordinary mover, and the worker's stream on each device."""
 
-    def __init__(self, inner: CudaMover, link: Link, scratch: DeviceScratch) -> None:
+    def __init__(self, inner: CudaMover, link: CudaLink, scratch: DeviceScratch) -> None:
         self.inner = inner
         self.scratch = scratch
         self.link = link
@@ -229,7 +229,7 @@ class DeviceEncodingStage(EncodingStage[CudaMover, CudaTarget]):
         self,
         inner: CudaMover,
         *,
-        link: Link,
+        link: CudaLink,
         scratch_bytes: int,
         budget: Account,
         recorder: Recorder,

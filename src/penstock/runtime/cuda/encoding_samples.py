@@ -26,7 +26,7 @@ from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_byt
 from penstock.core.units import KIB, MIB
 from penstock.plan.encoding import MARGIN
 from penstock.plan.profile import CodecSample
-from penstock.runtime.cuda.link import Link
+from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.sampling import STRETCH_BYTES, chosen_codecs, stretches
 from penstock.staging import bytes_of
@@ -48,7 +48,7 @@ class DeviceSampler:
             were measured.
     """
 
-    def __init__(self, link: Link, budget: Account) -> None:
+    def __init__(self, link: CudaLink, budget: Account) -> None:
         """Know nothing yet.
 
         Args:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.io.engine import Engine
-    from penstock.runtime.cuda.link import Link
+    from penstock.runtime.cuda.link import CudaLink
     from penstock.store.base import Tier
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -39,7 +39,7 @@ begin at the first, they do not for the second. (Storages of torch begin at mult
 def open_flash(
     open_tier: Callable[[Engine], Tier],
     device: torch.device,
-    link: Link | None,
+    link: CudaLink | None,
     recorder: Recorder,
 ) -> tuple[Engine, Tier] | None:
     """A flash tier that moves device memory, and its engine; ``None`` if host memory has to do.
@@ -70,7 +70,7 @@ def open_flash(
 
 
 def _try(
-    open_tier: Callable[[Engine], Tier], device: torch.device, link: Link, *, insist: bool
+    open_tier: Callable[[Engine], Tier], device: torch.device, link: CudaLink, *, insist: bool
 ) -> tuple[tuple[Engine, Tier] | None, str]:
     """Return what was opened, or ``None``, and how or why not."""
     found = cufile.available(ask_library=insist)
@@ -101,7 +101,7 @@ def _try(
     return (None, reason) if reason else ((engine, tier), found.reason)
 
 
-def trial(tier: Tier, device: torch.device, link: Link) -> str:
+def trial(tier: Tier, device: torch.device, link: CudaLink) -> str:
     """Write and read a little device memory through an unused tier: ``""``, or what came of it.
 
     Waits. That cuFile is there does not mean that it can do a directory's file system, or will do it
@@ -121,7 +121,7 @@ def trial(tier: Tier, device: torch.device, link: Link) -> str:
 
 
 def _round_trip(
-    tier: Tier, storage: torch.UntypedStorage, pattern: Bytes, skew: int, link: Link
+    tier: Tier, storage: torch.UntypedStorage, pattern: Bytes, skew: int, link: CudaLink
 ) -> int:
     """Write a storage from ``skew`` on, and read it back: how many bytes of all are wrong then."""
     nbytes, address = pattern.size - skew, storage.data_ptr() + skew

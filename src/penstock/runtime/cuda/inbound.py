@@ -13,7 +13,7 @@ from penstock.core.locks import Lock, defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.lanes import Copy, CopyLanes, Direction
-from penstock.runtime.cuda.link import Link
+from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.pinned import PinnedBlock, Slab, Waiting
 from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill, Where
@@ -53,7 +53,7 @@ class Inbound:
     def __init__(
         self,
         *,
-        link: Link,
+        link: CudaLink,
         lock: Lock,
         table: StreamTable,
         lanes: CopyLanes,

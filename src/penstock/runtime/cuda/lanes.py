@@ -25,7 +25,7 @@ import torch
 from penstock.core.errors import ClosedError
 from penstock.core.locks import Lock, condition
 from penstock.observe.recorder import Recorder, Stage
-from penstock.runtime.cuda.link import Event, Link
+from penstock.runtime.cuda.link import CudaLink, Event
 
 StartThread: TypeAlias = Callable[[Callable[[], None], str], None]
 """How to run something in a thread of a name."""
@@ -70,7 +70,7 @@ class CopyLane:
 
     def __init__(
         self,
-        link: Link,
+        link: CudaLink,
         device: torch.device,
         direction: Direction,
         *,
@@ -250,7 +250,7 @@ class CopyLanes:
     """The lanes of all devices, made as they are needed. Thread-safe."""
 
     def __init__(
-        self, link: Link, recorder: Recorder, *, inline: bool, start_thread: StartThread
+        self, link: CudaLink, recorder: Recorder, *, inline: bool, start_thread: StartThread
     ) -> None:
         """Make none yet. Arguments as for :class:`CopyLane`."""
         self._link = link
@@ -314,7 +314,7 @@ class CopyLanes:
         return lane
 
 
-def _work_of(link: Link, direction: Direction) -> tuple[Callable[..., None], Stage | None]:
+def _work_of(link: CudaLink, direction: Direction) -> tuple[Callable[..., None], Stage | None]:
     """Return the calls that a lane enqueues, and the stage under which it is recorded."""
     if direction == "out":
         return link.copy_out, Stage.COPY_OUT

@@ -1,6 +1,6 @@
 """Interface to a device that runs behind the interpreter: a thin layer over torch's own.
 
-The mover and its lanes know the device only through a :class:`Link`. So a test can put a simulated one
+The mover and its lanes know the device only through a :class:`CudaLink`. A test can put a simulated one
 in its place, whose streams run their queues as late, and in as unlucky an order, as they may.
 """
 
@@ -10,8 +10,8 @@ import ctypes
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, Protocol, TypeAlias
+from contextlib import contextmanager
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -37,16 +37,25 @@ _FIGURES: Final = ("mem_get_info", "memory_reserved", "memory_stats_as_nested_di
 """Functions of torch's module for a kind of device that tell of memory."""
 
 
-class Link(Protocol):
-    """Streams, events, memory and copies of devices. Thread-safe; waits only where said.
+class CudaLink:
+    """Streams, events, memory and copies of the devices of one kind, by torch's module for it.
+
+    Thread-safe; waits only where said. Events are reused, and all copies of a slab use slices of one
+    tensor, because to make an event or a tensor of host memory takes longer than to use it.
+
+    [Note: other devices]
+        AMD's are CUDA to torch. Modules of others (``torch.xpu``, ``torch.npu``) promise the same
+        streams, events and memory, but nothing of this has run on any of them. It does without what a
+        module lacks: registered host memory (copies then go through memory that is not pinned, in the
+        threads of lanes), pools of memory, events that are waited for asleep, graphs, figures of memory
+        (then no budget is found where none is given).
 
     [Note: the current device]
         Each thread has a current device, at first the first one, and a call of CUDA may make a context
-        on it: half a gigabyte, on a device that may be another process's. So no call is made while a
-        device is current that the call has nothing to do with, whichever thread it comes from: threads
-        of copies are told their device once, by ``adopt_thread``, and every call that does not itself
-        see to its device is made inside of ``torch.cuda.device``. That gives the thread back the device
-        it had without a call, if that has no context yet.
+        on it: half a gigabyte, on a device that may be another process's. So no call is made while an
+        unrelated device is current. Threads of copies are given their device once, by ``adopt_thread``,
+        and every call that does not itself choose its device is made inside ``torch.cuda.device``. That
+        restores the thread's former device without a call, if that has no context yet.
 
     [Note: captures]
         While a CUDA graph is captured in the mode ``global``, which is torch's default, a call that might
@@ -61,90 +70,6 @@ class Link(Protocol):
         An event that is recorded on a stream that is being captured is a node of the graph, and a lane
         that waits for it is captured, too. So none is recorded there: nothing that such a stream has
         worked with is spilled meanwhile, and nothing is restored for it.
-    """
-
-    def adopt_thread(self, device: torch.device) -> None:
-        """Prepare the calling thread, which is one of ours, to work with ``device`` and no other."""
-
-    def current_stream(self, device: torch.device) -> Stream:
-        """The stream that the calling thread enqueues work of ``device`` on at this moment."""
-
-    def within(self, stream: Stream) -> AbstractContextManager[object]:
-        """A context in which ``stream`` is the calling thread's current one."""
-
-    def copy_stream(self, device: torch.device) -> Stream:
-        """A new stream for copies."""
-
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """Mark this place in ``stream``; with ``timed`` the event can tell when it was reached."""
-
-    def reuse(self, event: Event) -> None:
-        """Nobody asks for ``event`` any more, nor waits for it from now on: it may be recorded again."""
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Have everything enqueued on ``stream`` from now on run after ``event``."""
-
-    def reached(self, event: Event) -> bool:
-        """Return whether the device has come to ``event``."""
-
-    def synchronize(self, event: Event) -> None:
-        """Wait, with the GIL released, until the device has come to ``event``."""
-
-    def elapsed_ns(self, start: Event, end: Event) -> int:
-        """Device time between two timed events that have been reached."""
-
-    def empty(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        """Device memory, allocated on the current stream. Raises ``torch.OutOfMemoryError``."""
-
-    def empty_target(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        """The same for what comes back and goes again, apart from what stays if that can be had."""
-
-    def frees(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether its memory comes free for others when it dies: not that of a CUDA graph."""
-
-    def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
-        """Once freed, the memory is not used again before ``stream`` has done all it then has to do."""
-
-    def copy_out(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
-        """Enqueue a copy of a whole storage to host memory. Keeps neither alive."""
-
-    def copy_in(self, stream: Stream, target: torch.UntypedStorage, address: int) -> None:
-        """Enqueue a copy of host memory to a whole storage. Keeps neither alive."""
-
-    def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
-        """Put a :mod:`.digest` of a whole storage at ``address``; waits until ``stream`` has done it."""
-
-    def usable_bytes(self, device: torch.device) -> int | None:
-        """Return what torch could allocate at this moment: free memory, and what it has reserved.
-
-        None: torch does not tell.
-        """
-
-    def allocated(self, device: torch.device) -> Allocated:
-        """Return what torch has allocated."""
-
-    def capturing(self, stream: Stream | None = None) -> bool:
-        """Return whether ``stream``, or else the current one, records a CUDA graph."""
-
-    def pin(self, address: int, nbytes: int, device: torch.device) -> str:
-        """Register host memory with the driver; ``""``, or why that failed."""
-
-    def unpin(self, address: int, device: torch.device) -> None:
-        """Undo ``pin``."""
-
-
-class CudaLink:
-    """The link to the devices of one kind, by way of torch's module for it: CUDA, that is ``torch.cuda``.
-
-    To make an event, or a tensor of host memory, takes longer than to use it. So events are used again,
-    and all copies of a slab use slices of one tensor.
-
-    [Note: other devices]
-        AMD's are CUDA to torch. Modules of others (``torch.xpu``, ``torch.npu``) promise the same
-        streams, events and memory, but nothing of this has run on any of them. What a module has not is
-        done without: registered host memory (copies then go through memory that is not pinned, in the
-        threads of lanes), pools of memory, events that are waited for asleep, graphs, figures of memory
-        (then no budget is found where none is given).
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -167,26 +92,32 @@ class CudaLink:
         self._pinned: dict[int, torch.Tensor] = {}
 
     def adopt_thread(self, device: torch.device) -> None:
-        """``set_device``; and what the thread does breaks no capture, see [Note: captures]."""
+        """Prepare the calling thread, one of Penstock's, to work with ``device`` and no other.
+
+        Its calls break no capture: see [Note: captures].
+        """
         self._torch.set_device(device)
         graph_captures.relax()
 
     def current_stream(self, device: torch.device) -> Stream:
-        """``current_stream``."""
+        """Return the stream that the calling thread enqueues work of ``device`` on at this moment."""
         return self._torch.current_stream(device)
 
     @contextmanager
     def within(self, stream: Stream) -> Iterator[None]:
-        """``stream``, which alone would set the thread's former device when it is left."""
+        """Make ``stream`` current, and its device: a stream alone would set the former device later."""
         with self._torch.device(stream.device), self._torch.stream(stream):
             yield
 
     def copy_stream(self, device: torch.device) -> Stream:
-        """A stream from the high-priority pool, which few others use: torch hands streams out twice."""
+        """Return a stream of high priority, whose pool few others use: torch hands streams out twice."""
         return self._torch.Stream(device, priority=-1)
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """Record an event, an old one if there is one; waiting for it sleeps and does not spin."""
+        """Mark this place in ``stream`` by an event, a reused one if possible.
+
+        To wait for it sleeps and does not spin. With ``timed`` it can tell when it was reached.
+        """
         idle = self._idle_events.setdefault((stream.device, timed), [])
         try:
             event = idle.pop()
@@ -197,56 +128,59 @@ class CudaLink:
         return event
 
     def reuse(self, event: Event) -> None:
-        """Put it where ``record`` finds it."""
+        """Let ``record`` take an event that nobody asks for, or waits for from now on."""
         event.idle.append(event)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """``stream.wait_event``."""
+        """Have everything enqueued on ``stream`` from now on run after ``event``."""
         stream.wait_event(event)
 
     def reached(self, event: Event) -> bool:
-        """``event.query``."""
+        """Return whether the device has come to ``event``."""
         with self._torch.device(event.device):
             return bool(event.query())
 
     def synchronize(self, event: Event) -> None:
-        """``event.synchronize``, which releases the GIL."""
+        """Wait, with the GIL released, until the device has come to ``event``."""
         with self._torch.device(event.device):
             event.synchronize()
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
-        """To about half a microsecond."""
+        """Return the device time between two timed events that have been reached, to about 500 ns."""
         with self._torch.device(end.device):
             return int(start.elapsed_time(end) * 1e6)
 
     def empty(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        """From torch's caching allocator, in its pool of the current stream."""
+        """Allocate device memory on the current stream. Raises ``torch.OutOfMemoryError``."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def empty_target(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        """From a pool of its own; see [Note: own pool]."""
+        """Allocate memory for a restored storage, from a pool of its own if asked: [Note: own pool]."""
         if self._pools is None:
             return self.empty(nbytes, device)
         return self._pools.empty(nbytes, device)
 
     def frees(self, storage: torch.UntypedStorage) -> bool:
-        """See [Note: memory of CUDA graphs]."""
+        """Return whether others get the memory when it is freed; see [Note: memory of CUDA graphs]."""
         return self._segments is None or not self._segments.is_of_another_pool(storage)
 
     def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
-        """``record_stream``; nothing happens if it is the stream that the memory is allocated on."""
+        """Delay the reuse of freed memory until ``stream`` has done all it then has to do.
+
+        Nothing happens if it is the stream that the memory is allocated on.
+        """
         bytes_of(storage).record_stream(stream)
 
     def copy_out(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
-        """``cudaMemcpyAsync`` to the host, in pieces."""
+        """Enqueue a copy of a whole storage to host memory. Keeps neither alive."""
         self._copy(stream, self._host_bytes(address, source.nbytes()), bytes_of(source))
 
     def copy_in(self, stream: Stream, target: torch.UntypedStorage, address: int) -> None:
-        """``cudaMemcpyAsync`` to the device, in pieces."""
+        """Enqueue a copy of host memory to a whole storage. Keeps neither alive."""
         self._copy(stream, bytes_of(target), self._host_bytes(address, target.nbytes()))
 
     def _copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        """In pieces, because what another stream copies meanwhile has to wait for one to end."""
+        """Copy in pieces, because what another stream copies meanwhile has to wait for one to end."""
         nbytes = target.numel()
         with self.within(stream):
             if nbytes <= PIECE_BYTES:
@@ -264,12 +198,15 @@ class CudaLink:
         return _tensor_at(address, nbytes)
 
     def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
-        """Some reductions, and 40 bytes to the host."""
+        """Put a :mod:`.digest` of a whole storage at ``address``; waits until ``stream`` has done it."""
         with self.within(stream):
             _tensor_at(address, DIGEST_BYTES).copy_(digest_of(bytes_of(source)))
 
     def usable_bytes(self, device: torch.device) -> int | None:
-        """``cudaMemGetInfo``, and the caching allocator; within the program's own limit for that."""
+        """Return what torch could allocate now: free memory and what it has reserved, within its limit.
+
+        None: torch does not tell.
+        """
         if not all(hasattr(self._torch, name) for name in _FIGURES):
             return None
         share_of = getattr(self._torch, "get_per_process_memory_fraction", lambda _: 1.0)
@@ -281,7 +218,7 @@ class CudaLink:
             return None
 
     def allocated(self, device: torch.device) -> Allocated:
-        """Of the caching allocator's statistics."""
+        """Return what torch's allocator has allocated."""
         counts = self._torch.memory_stats_as_nested_dict(device).get("allocated_bytes")
         if counts is None:
             return Allocated(0, 0, 0)
@@ -289,7 +226,7 @@ class CudaLink:
         return Allocated(every["current"], every["peak"], every["allocated"])
 
     def capturing(self, stream: Stream | None = None) -> bool:
-        """``is_current_stream_capturing``; False where there are no graphs."""
+        """Return whether ``stream``, or else the current one, records a CUDA graph."""
         if not self._has_capture:
             return False
         if stream is None:
@@ -298,7 +235,7 @@ class CudaLink:
             return bool(self._torch.is_current_stream_capturing())
 
     def pin(self, address: int, nbytes: int, device: torch.device) -> str:
-        """``cudaHostRegister``, or Ascend's; refused where a kind of device has nothing like it.
+        """Register host memory with the driver; return ``""``, or why that failed.
 
         In a thread of its own: the runtime remembers the last error of each thread, and torch would
         report a refused registration as the failure of whatever kernel the caller launches next.
@@ -309,7 +246,7 @@ class CudaLink:
         return refusal
 
     def unpin(self, address: int, device: torch.device) -> None:
-        """``cudaHostUnregister``, in a thread of its own for the same reason."""
+        """Undo ``pin``, in a thread of its own for the same reason."""
         self._pinned.pop(address, None)
         _in_thread(_unpin, self._torch, address, device)
 

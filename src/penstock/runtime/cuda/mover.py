@@ -61,7 +61,7 @@ from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.inbound import Inbound
 from penstock.runtime.cuda.lanes import Copy, CopyLanes, StartThread, start_daemon
-from penstock.runtime.cuda.link import Event, Link
+from penstock.runtime.cuda.link import CudaLink, Event
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import PinnedBlock, Slab
 from penstock.runtime.cuda.stream_table import StreamTable
@@ -91,7 +91,7 @@ class CudaMover(Mover):
         device: torch.device,
         budget: Account,
         recorder: Recorder,
-        link: Link,
+        link: CudaLink,
         staging: Slab | None,
         host: Slab | None,
         start_thread: StartThread = start_daemon,

@@ -23,7 +23,7 @@ from penstock.core.units import format_bytes
 from penstock.io import numa
 from penstock.io.engine import Priority
 from penstock.runtime.cuda.lanes import StartThread, start_daemon
-from penstock.runtime.cuda.link import Link
+from penstock.runtime.cuda.link import CudaLink
 from penstock.store.account import Account
 from penstock.store.arena import Arena, lone_block
 from penstock.store.pool import Block
@@ -78,7 +78,7 @@ class Slab:
         self,
         nbytes: int,
         *,
-        link: Link,
+        link: CudaLink,
         device: torch.device,
         budget: Account,
         name: str,

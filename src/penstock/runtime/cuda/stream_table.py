@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from penstock.core.locks import Lock
-from penstock.runtime.cuda.link import Link, Stream
+from penstock.runtime.cuda.link import CudaLink, Stream
 from penstock.runtime.cuda.tickets import Fill
 from penstock.runtime.storage import TensorRef
 
@@ -35,7 +35,7 @@ class _Entry:
 class StreamTable:
     """The storages that streams work with. Thread-safe; waits for nothing."""
 
-    def __init__(self, link: Link, lock: Lock) -> None:
+    def __init__(self, link: CudaLink, lock: Lock) -> None:
         """Make an empty table.
 
         Args:

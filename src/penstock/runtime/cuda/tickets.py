@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from penstock.io.engine import Transfer
     from penstock.runtime.cuda.lanes import Copy
-    from penstock.runtime.cuda.link import Event, Link, Stream
+    from penstock.runtime.cuda.link import CudaLink, Event, Stream
     from penstock.runtime.cuda.pinned import PinnedBlock, Slab
     from penstock.store.base import Ticket, Tier
 
@@ -63,7 +63,7 @@ class Fill:
     made: Event | None = None
     """For what was made again on ``stream``, and not copied: reached when it is there."""
 
-    def precede(self, link: Link, stream: Stream) -> None:
+    def precede(self, link: CudaLink, stream: Stream) -> None:
         """Have ``stream`` wait, from now on, until the bytes are there."""
         copy = self.copy
         if copy is not None:

@@ -31,7 +31,7 @@ import torch
 
 from penstock.core.locks import Lock
 from penstock.observe.clock import Clock
-from penstock.runtime.cuda.link import Event, Link, Stream
+from penstock.runtime.cuda.link import CudaLink, Event, Stream
 
 MOST_MOMENTS: Final = 400_000
 """Of a forward that never comes to a backward; older ones are forgotten, and stay the host's."""
@@ -55,7 +55,7 @@ class DeviceTimer:
     Thread-safe. Only ``times`` waits.
     """
 
-    def __init__(self, link: Link, device: torch.device, clock: Clock) -> None:
+    def __init__(self, link: CudaLink, device: torch.device, clock: Clock) -> None:
         """Time ``device``, and those that ``see`` tells of; ``clock`` is the host's."""
         self._link = link
         self._devices: tuple[torch.device, ...] = (device,)
@@ -163,7 +163,7 @@ class DeviceTimer:
         return anchors
 
 
-def _at(reached: Reached, anchors: Mapping[torch.device, tuple[Event, int]], link: Link) -> int:
+def _at(reached: Reached, anchors: Mapping[torch.device, tuple[Event, int]], link: CudaLink) -> int:
     """When all devices had come so far, by the host's clock, in ns."""
     times = []
     for device, _, event in reached:
