@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +31,12 @@ from penstock.checkpoint.staging import (
     parent_of,
     publish,
 )
-from penstock.checkpoint.streams import BUFFERS_BYTES, Buffers
+from penstock.checkpoint.streams import BUFFERS_BYTES, Buffers, Regions
 from penstock.checkpoint.targets import Targets
 from penstock.checkpoint.tensors import FILE_BYTES, Prepared, prepare
 from penstock.checkpoint.unchanged import Place, places
 from penstock.checkpoint.values import FormError, Json
-from penstock.checkpoint.writer import Base, EncodedBody, FilesWriter, Watcher
+from penstock.checkpoint.writer import EncodedBody, FilesWriter, Watcher
 from penstock.core.errors import CheckpointError, DamagedError
 from penstock.core.files import absolute_path
 from penstock.io.engine import Engine
@@ -226,7 +226,7 @@ class CheckpointStore:
                 if old is None:
                     check_fits(parent, prepared.nbytes - held_bytes(hidden, needed))
                 if regions is None:
-                    regions = [plan.regions(prepared.leaves) for plan in prepared.plans]
+                    regions = [plan.regions(prepared.tensors) for plan in prepared.plans]
                 writer = self._write_all(
                     hidden,
                     prepared,
@@ -253,8 +253,7 @@ class CheckpointStore:
             yield None
             return
         with OpenCheckpoint(absolute_path(base, "base"), self.disk) as opened:
-            usable = opened.manifest.block_bytes == self.block_bytes
-            yield Base(opened.directory, opened.manifest) if usable else None
+            yield opened if opened.manifest.block_bytes == self.block_bytes else None
 
     def _write_all(
         self,
@@ -263,7 +262,7 @@ class CheckpointStore:
         regions: Sequence[Any],
         *,
         facts: Mapping[str, Json] | None,
-        base: Base | None,
+        base: OpenCheckpoint | None,
         encoder: Encoder | None,
         watcher: Watcher | None,
         buffers_bytes: int,
@@ -289,9 +288,10 @@ class CheckpointStore:
                         if encoder is None:
                             writer.add(plan.name, plan.nbytes, each)
                             continue
-                        body = EncodedBody(plan, prepared.leaves, each, encoder)
+                        body = EncodedBody(plan, prepared.entries, each, encoder)
                         writer.add_encoded(plan.name, plan.nbytes, body)
-                        body.enter(entries)
+                        for index, entry in body.entries.items():
+                            entries[index] = entry
                     self.disk.write(
                         hidden,
                         FILE_NAME,
@@ -303,14 +303,16 @@ class CheckpointStore:
                             block_bytes=self.block_bytes,
                         ),
                     )
-                    writer.finish(lambda: self.disk.sync_file(hidden, FILE_NAME))
+                    writer.finish(
+                        lambda: self.disk.sync_file(hidden, FILE_NAME),
+                        lambda: self.disk.sync(hidden),
+                    )
                 except BaseException:
                     writer.abandon()
                     raise
         finally:
             if engine is not None:
                 engine.close()
-        self.disk.sync(hidden)
         return writer
 
     @contextmanager
@@ -359,20 +361,30 @@ class CheckpointStore:
             return self._load(absolute_path(path, "the checkpoint"), into, partial=partial)
 
     def _load(self, where: str, into: object, *, partial: bool) -> Any:
-        with OpenCheckpoint(where, self.disk) as opened:
+        with (
+            OpenCheckpoint(where, self.disk) as opened,
+            self._engine() as engine,
+            ExitStack() as supply,
+        ):
             targets = Targets(opened.manifest, partial=partial)
-            state = opened.manifest.state
-            made = targets.value(state, ()) if into is None else targets.bind(into, state)
-            targets.differences.check(where)
-            regions = targets.regions()
-            with self._engine() as engine, Prefault(targets.new_memory):
-                try:
-                    opened.read(regions, engine=engine)
-                except DamagedError as error:
-                    if into is None:
-                        raise
-                    raise _half_set(error) from error
+            made: Callable[[], Any] | None = None
+
+            def bind() -> Mapping[int, Regions]:
+                nonlocal made
+                state = opened.manifest.state
+                made = targets.value(state, ()) if into is None else targets.bind(into, state)
+                targets.differences.check(where)
+                supply.enter_context(Prefault(targets.new_memory))
+                return targets.regions()
+
+            try:
+                opened.read(bind, engine=engine)
+            except DamagedError as error:
+                if into is None:
+                    raise
+                raise _half_set(error) from error
         targets.settle()
+        assert made is not None
         return made()
 
     def verify(self, path: str | os.PathLike[str]) -> Health:

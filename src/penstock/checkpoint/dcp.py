@@ -139,16 +139,18 @@ class DcpWriter(StorageWriter):
                 assert isinstance(data, torch.Tensor)
                 documents.append(None)
                 numbers.append(leaves.add(path, data.detach()))
-        tensors = leaves.all()
-        if any(each.owner >= 0 for each in tensors):
-            tensors = [replace(each, owner=-1, skip_bytes=0) for each in tensors]
-        plans, entries = pack(tensors, prefix=plan.storage_data, file_bytes=self._store.file_bytes)
+        plans, entries = pack(
+            leaves.entries(has_views=False),
+            leaves.parts(frozenset()),
+            prefix=plan.storage_data,
+            file_bytes=self._store.file_bytes,
+        )
         hidden = self._store.disk.open(self._store.hidden_path(self._path))
         with hidden, Buffers(self._store.block_bytes) as buffers:
             writer = FilesWriter(self._store.disk, hidden, buffers)
             try:
                 for each in plans:
-                    writer.add(each.name, each.nbytes, each.regions(tensors))
+                    writer.add(each.name, each.nbytes, each.regions(leaves.tensors))
                 writer.finish()
             except BaseException:
                 writer.abandon()
