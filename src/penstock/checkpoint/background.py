@@ -125,10 +125,6 @@ class TensorSnapshot(Region):
                     " before that change"
                 )
 
-    def copy_in(self, start: int, stop: int, address: int) -> None:
-        """Raise AssertionError."""
-        raise AssertionError("what is saved is not written to")
-
     def copy_of(self, piece: int) -> Region | None:
         """Return the copy of a piece, if there is one."""
         return self._copies.get(piece)

@@ -8,7 +8,6 @@ a fraction of the time of writing, and ensures that the bytes written are those 
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
@@ -25,7 +24,7 @@ _STAGED_BYTES: Final = PIECE_BYTES - 4 * KIB
 """Bytes copied at once of a device's memory, less room for elements that two steps share."""
 
 
-class Region(ABC):
+class Region:
     """Some bytes that have a place in a file.
 
     Attributes:
@@ -36,17 +35,17 @@ class Region(ABC):
     nbytes: int
     step_bytes: int = _STEP_BYTES
 
-    @abstractmethod
     def copy_out(self, start: int, stop: int, address: int) -> None:
         """Copy the bytes ``[start, stop)`` to memory."""
+        raise NotImplementedError(f"{type(self).__name__} is only loaded into")
 
-    @abstractmethod
     def copy_in(self, start: int, stop: int, address: int) -> None:
         """Set the bytes ``[start, stop)`` from memory."""
+        raise NotImplementedError(f"{type(self).__name__} is only saved")
 
 
 class Fixed(Region):
-    """Constant bytes: the header of a file. Bytes that come in are ignored."""
+    """Constant bytes: the header of a file."""
 
     def __init__(self, data: bytes) -> None:
         """Hold the bytes."""
@@ -56,9 +55,6 @@ class Fixed(Region):
     def copy_out(self, start: int, stop: int, address: int) -> None:
         """Copy some of them to memory."""
         ctypes.memmove(address, self._data[start:stop], stop - start)
-
-    def copy_in(self, start: int, stop: int, address: int) -> None:
-        """Do nothing."""
 
 
 class Plain(Region):
