@@ -93,7 +93,7 @@ class ActiveOrders:
         orders = self.orders
         if orders.strict:
             orders.check(record.key)
-        known = orders.exact.get(record.key) or orders.decision_for(record.key)
+        known = orders.decision_for(record.key)
         return self.decide_unplanned(record) if known is None else known
 
     def decide_input(self, record: SlotRecord) -> Decision:

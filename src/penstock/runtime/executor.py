@@ -23,7 +23,7 @@ from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.eviction import Eviction
 from penstock.runtime.inspection import DeviceState, held_slots
-from penstock.runtime.movers import RESTORED, Mover, StreamOrder, Transport
+from penstock.runtime.movers import Mover, StreamOrder, Transport
 from penstock.runtime.orders import Orders, PassRecord
 from penstock.runtime.recompute import Recomputer
 from penstock.runtime.sampling import POSITIVE, CodecSampler, Sampler
@@ -66,9 +66,8 @@ class Executor:
 
     Attributes:
         budget: The device memory that everything here is charged to.
-        orders: Decisions for each slot, and what else is wanted of coming passes; see ``follow``.
-        moves_nothing: True if these orders never move anything.
-        active: These orders, applied to the running pass.
+        moves_nothing: True if the orders in force never move anything.
+        active: The orders in force, applied to the running pass; see ``follow``.
         recomputer: Recomputes what is not held.
         stream_order: Order of uses of the device's memory.
         completion: Actions that wait until the running operator has returned.
@@ -98,7 +97,6 @@ class Executor:
         memory and returns its bytes, 0 if there is no room. Until ``follow`` everything is kept.
         """
         self.budget = budget
-        self.orders = Orders()
         self.moves_nothing = False
         self.active = ActiveOrders(budget=budget, recorder=recorder, open_codecs=open_codecs)
         self._recorder = recorder
@@ -112,14 +110,18 @@ class Executor:
         self._table = StorageTable(budget)
         self._lock = self._table.lock
         self._transfers = Transfers(
-            table=self._table, tiers=tiers, mover=mover, active=self.active, recorder=recorder
+            table=self._table,
+            tiers=tiers,
+            mover=mover,
+            budget=budget,
+            active=self.active,
+            recorder=recorder,
         )
         self._use = mover.use if mover.runs_behind else None
         self._eviction = Eviction(
             budget=budget,
             transfers=self._transfers,
             recorder=recorder,
-            least_bytes=self._min_budget_bytes,
             time=self.time,
         )
         self._reads = Reads(
@@ -127,7 +129,6 @@ class Executor:
             transfers=self._transfers,
             eviction=self._eviction,
             recorder=recorder,
-            restored_bytes=self._restored_bytes,
         )
         self.recomputer = Recomputer(
             active=self.active,
@@ -146,15 +147,10 @@ class Executor:
         self._pass = self._new_pass(0)
         self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
 
-    def _min_budget_bytes(self) -> int | None:
-        """Return the smallest budget that does for a whole step as profiled, if one is known."""
-        return self.orders.min_budget_bytes()
-
-    def _restored_bytes(self) -> int:
-        """Return the device memory in use for restored storages, without an arena's idle pages."""
-        if self.time.timer is None:
-            return self._mover.used_bytes()
-        return self.budget.used_by(RESTORED)  # of this device
+    @property
+    def orders(self) -> Orders:
+        """The orders in force."""
+        return self.active.orders
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -398,7 +394,7 @@ class Executor:
             record.codecs = self._sampler.sample(storage, record.origin.dtype, sign_only=sign_only)
             self.time.wait_ends(waiting)
             self._eviction.stalled(start_ns, StallCause.SAMPLING, saved.label)
-        return self.active.decide(record)
+        return self.active.orders.exact.get(record.key) or self.active.decide(record)
 
     def _follow(self, saved: SavedStorage, decision: Decision, sign_only: bool) -> None:
         """Do with a storage what the plan says."""
@@ -531,7 +527,7 @@ class Executor:
             self._recorder.count("forwarded")
             if ticket is not None:  # else it is just being asked for
                 ticket.written.cancel()
-        waiting = self.time.wait_begins() if saved.recipe is None else ()
+        waiting = self.time.wait_begins() if self._use is not None and saved.recipe is None else ()
         if storage is None:
             source = self._reads if saved.recipe is None else self.recomputer
             storage = source.demand(saved)
@@ -540,7 +536,8 @@ class Executor:
             saved.pending -= first
             if saved.pending <= 0 and saved.state is Residency.RESTORED:
                 self._transfers.retire(saved)
-        self._mover.use(storage)
+        if self._use is not None:
+            self._use(storage)
         if waiting:
             self.time.wait_ends(waiting)
         return storage
@@ -640,7 +637,6 @@ class Executor:
     def follow(self, orders: Orders) -> None:
         """Follow other orders from now on. Between passes."""
         planned = orders.plan_number != self.orders.plan_number
-        self.orders = orders
         self.moves_nothing = orders.moves_nothing
         self.active.follow(orders)
         if planned:
@@ -726,7 +722,7 @@ class Executor:
                 slots=slots,
                 small_count=sum(each.state is _SMALL for each in self._table.entries.values()),
                 small_bytes=self._table.small_bytes,
-                restored_bytes=self._restored_bytes(),
+                restored_bytes=transfers.restored_bytes,
                 writes=transfers.writing,
                 writing_bytes=transfers.writing_bytes,
                 reads=transfers.reading,
