@@ -47,21 +47,11 @@ class CallObserver(Protocol):
         """Handle the beginning of a call."""
 
     def leave(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        """Handle the end of a call; ``output`` is ``None`` if it raised."""
-
-
-class CallFollower(Protocol):
-    """Observer of the calls of some modules."""
-
-    def enter(self, module: torch.nn.Module, args: Any) -> None:
-        """Handle the beginning of a call."""
-
-    def leave(self, module: torch.nn.Module, kwargs: bool, output: Any) -> None:
         """Handle the end of a call.
 
         Args:
             module: The called module.
-            kwargs: The call had keyword arguments.
+            arguments: Its positional arguments, and a tuple with its keyword arguments.
             output: What it returned; ``None`` if it raised.
         """
 
@@ -84,8 +74,7 @@ class ModuleTracker:
     """Tracks the running module of each thread while it is attached.
 
     Attributes:
-        observer: Notified of every tracked call.
-        recipes: Notified as well while a plan has recipes.
+        observer: Notified of every tracked call: of an observed pass, or while a plan has recipes.
     """
 
     def __init__(
@@ -121,7 +110,6 @@ class ModuleTracker:
         self._handles: list[RemovableHandle] = []
         self._filter: Any = None
         self.observer: CallObserver | None = None
-        self.recipes: CallFollower | None = None
 
     def attach(self) -> None:
         """Begin to track; the calling thread counts as one that has saved-tensor hooks."""
@@ -226,8 +214,6 @@ class ModuleTracker:
         stack.watched = [] if place.kind in self._watch else None
         if self.observer is not None:
             self.observer.enter(module, place, args)
-        if self.recipes is not None:
-            self.recipes.enter(module, args)
         if not stack.hooked and torch.is_grad_enabled() and not _has_hooks():
             self._on_missed_thread(threading.current_thread().name)
 
@@ -246,8 +232,6 @@ class ModuleTracker:
                 self._on_watched(stack.places[-1].kind, rest[-1], watched)
             if self.observer is not None:
                 self.observer.leave(module, (args, rest[:-1]), rest[-1])
-            if self.recipes is not None:
-                self.recipes.leave(module, any(rest[:-1]), rest[-1])
         finally:
             stack.places.pop()
             stack.watched = stack.outer.pop()

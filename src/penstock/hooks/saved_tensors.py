@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
@@ -196,14 +195,11 @@ class SavedTensorHooks:
             action()
             return
 
-        here = self._stream_order.here(tensor.device)
-
         def act(last: bool) -> bool:
-            with here():
-                action()
+            action()
             return True
 
-        completion.wait(act)
+        completion.wait(act, tensor.device)
 
     @property
     def inquiring(self) -> bool:
@@ -241,23 +237,16 @@ class SavedTensorHooks:
         if tensor.requires_grad:
             self._copy_out(packed, tensor.detach(), self._modules.here)
         else:
-            here = self._stream_order.here(tensor.device)
-            place = self._modules.here
-            action = partial(self._copy_out_later, weakref.ref(packed), here, place)
-            self._completion.wait(action)
+            action = partial(self._copy_out_later, weakref.ref(packed), self._modules.here)
+            self._completion.wait(action, tensor.device)
         return packed
 
     def _copy_out_later(
-        self,
-        ref: weakref.ref[CopiedHandle],
-        here: Callable[[], AbstractContextManager[object]],
-        place: SavingPlace,
-        last: bool,
+        self, ref: weakref.ref[CopiedHandle], place: SavingPlace, last: bool
     ) -> bool:
         packed = ref()
         if packed is not None:
-            with here():
-                self._copy_out(packed, packed.probe, place)
+            self._copy_out(packed, packed.probe, place)
         return True
 
     def _copy_out(self, packed: CopiedHandle, tensor: torch.Tensor, place: SavingPlace) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -139,7 +138,8 @@ class Executor:
             current_pass=self._current_pass,
             spill=self._spill,
         )
-        self.completion = Completion() if completion is None else completion
+        here = mover.here if mover.runs_behind else None
+        self.completion = Completion(here) if completion is None else completion
         self._make_sampler = make_sampler
         self._sampler: CodecSampler | None = None
         self._guard = fork_guard()
@@ -348,10 +348,7 @@ class Executor:
         if decision is not None:
             self._follow(saved, decision, sign_only)
         else:
-            action: Callable[[bool], bool] = partial(self._complete, saved, sign_only)
-            if self._mover.runs_behind:
-                action = partial(_act_within, self._mover.here(storage.device), action)
-            self.completion.wait(action)
+            self.completion.wait(partial(self._complete, saved, sign_only), storage.device)
         return saved
 
     def _complete(self, saved: SavedStorage, sign_only: bool, last: bool) -> bool:
@@ -747,11 +744,3 @@ class Executor:
         with self._lock:
             self._transfers.closed = True
         self.active.kept = frozenset()
-
-
-def _act_within(
-    here: Callable[[], AbstractContextManager[object]], action: Callable[[bool], bool], last: bool
-) -> bool:
-    """Run a deferred action in the context of its save; see ``Mover.here``."""
-    with here():
-        return action(last)

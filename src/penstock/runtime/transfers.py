@@ -191,7 +191,7 @@ class Transfers:
         self._await_edit(saved, error)
         taken = (self._recorder.clock.now_ns() - start_ns) / saved.nbytes
         full = isinstance(error, NoSpaceError)
-        ticket = frame_bytes = None
+        ticket = None
         changed = False
         with self._lock:
             if error is None:
@@ -214,8 +214,7 @@ class Transfers:
                     self._fail_write(saved, stuck=broken or changed)
             else:
                 if saved.encoding is not None:
-                    frame_bytes = getattr(saved.ticket, "frame_bytes", None)
-                    saved.record.frame_bytes = frame_bytes
+                    saved.record.frame_bytes = getattr(saved.ticket, "frame_bytes", None)
                 if saved.state is Residency.WRITING:
                     saved.state = Residency.SPILLED
                     self.table.drop_source(saved)
@@ -229,8 +228,6 @@ class Transfers:
             assert isinstance(error, SourceChangedError)
             self._told_of_change = True
             self._note_failure("spill.source_changed", saved, error)
-        if frame_bytes is not None:
-            self.active.note_frames(saved.record, frame_bytes)
         if full:
             self._write(saved, others, full=True)
 
