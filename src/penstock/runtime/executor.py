@@ -374,7 +374,7 @@ class Executor:
         base: torch.Tensor | torch.UntypedStorage,
         version: int,
     ) -> bool:
-        """Return whether a storage was saved before, and is alive, at this version of its guard."""
+        """Answer as ``StorageHolder.holds``."""
         with self._lock:
             return self._table.find(storage, base, version) is not None
 
@@ -418,18 +418,7 @@ class Executor:
         self.active.sample_now()
 
     def prove(self, saved: SavedStorage, view: View, *, sign_only: bool) -> bool:
-        """Note whether backward asks one handle only which elements are above zero.
-
-        A storage whose spill was deferred until this is known begins to be spilled.
-
-        Args:
-            saved: The result of ``save`` with ``sign_only``.
-            view: The handle.
-            sign_only: Whether it is proven.
-
-        Returns:
-            Whether what is kept of its bytes is enough for the handle. If not, it has to be saved again.
-        """
+        """Do as ``StorageHolder.prove``; a spill that was deferred until this is known begins."""
         with self._lock:
             if not saved.recorded:
                 return True  # it is not encoded, so all of it is kept
@@ -493,11 +482,7 @@ class Executor:
     # -- restoring --------------------------------------------------------------------------------
 
     def restore(self, saved: SavedStorage, *, first: bool) -> torch.UntypedStorage:
-        """Return the bytes of a saved storage, in device memory; wait only if they are not there yet.
-
-        Args:
-            saved: The result of ``save``.
-            first: Whether the calling handle is unpacked for the first time.
+        """Do as ``StorageHolder.restore``.
 
         Raises:
             RestoreError: They cannot be read back.
