@@ -89,7 +89,7 @@ class SavedTensorHooks:
         self._completion = completion
         self._stream_order = stream_order
         self._protected = protected
-        self._modules = modules
+        self._running = modules.running
         self._boundaries = boundaries
         self._recorder = recorder
         self._is_here = _is_on(device_type)
@@ -106,7 +106,7 @@ class SavedTensorHooks:
             self._completion.check()
         if self._boundaries.tasks:
             self._boundaries.note_pack()
-        watched = self._modules.watched
+        watched = self._running.watched
         packed = self._pack(tensor, sign_only=watched is not None)
         if watched is not None:
             watched.append((packed, tensor))
@@ -122,7 +122,7 @@ class SavedTensorHooks:
         moved = [(packed, tensor) for packed, tensor in watched if isinstance(packed, MovedHandle)]
         proven = self._inquiry.sign_only(kind, output) if moved else None
         for packed, tensor in moved:
-            packed.prove(sign_only=packed is proven, tensor=tensor, place=self._modules.here)
+            packed.prove(sign_only=packed is proven, tensor=tensor, place=self._running.here)
 
     def _pack(self, tensor: torch.Tensor, *, sign_only: bool) -> Packed:
         storage = strided_storage(tensor) if type(tensor) in self.plain_types else None
@@ -162,7 +162,7 @@ class SavedTensorHooks:
             moved,
             base,
             version,
-            self._modules.here,
+            self._running.here,
             tensor.dtype,
             moved.copied,  # it is complete if it requires a gradient
             sign_only,
@@ -235,9 +235,9 @@ class SavedTensorHooks:
         """Copy out a small view when it is complete."""
         packed = CopiedHandle(tensor)
         if tensor.requires_grad:
-            self._copy_out(packed, tensor.detach(), self._modules.here)
+            self._copy_out(packed, tensor.detach(), self._running.here)
         else:
-            action = partial(self._copy_out_later, weakref.ref(packed), self._modules.here)
+            action = partial(self._copy_out_later, weakref.ref(packed), self._running.here)
             self._completion.wait(action, tensor.device)
         return packed
 

@@ -143,7 +143,6 @@ class Executor:
         self._make_sampler = make_sampler
         self._sampler: CodecSampler | None = None
         self._guard = fork_guard()
-        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         self._pass = self._new_pass(0)
         self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
 
@@ -154,7 +153,7 @@ class Executor:
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def save(  # noqa: PLR0912, PLR0915, PLR0917  (hot: calls and keywords cost)
+    def save(  # noqa: PLR0915, PLR0917  (hot: calls and keywords cost)
         self,
         storage: torch.UntypedStorage,
         nbytes: int,
@@ -225,8 +224,6 @@ class Executor:
                     current.ordinals[path] = ordinal + 1
                     current.saved_count = index + 1
                     current.kept_bytes += nbytes
-                    if not current.kept_count:
-                        table.kept_passes[current] = None
                     current.kept_count += 1
                     break
             charged = table.take(nbytes)
@@ -582,8 +579,6 @@ class Executor:
                     of_pass = saved.of_pass
                     del of_pass.live[saved.index]
                     of_pass.kept_count -= 1
-                    if not of_pass.kept_count:
-                        del table.kept_passes[of_pass]
                     saved.state = Residency.DEAD
                     table.free(saved.nbytes)
                 return
@@ -613,7 +608,7 @@ class Executor:
         if self.time.timer is not None:
             self.time.timer.begin()
         made = Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
-        self._passes.add(made)
+        self._table.passes.add(made)
         return made
 
     def follow(self, orders: Orders) -> None:
@@ -693,7 +688,7 @@ class Executor:
         """Return what is held and moved at this moment, under the name of the device."""
         transfers, budget = self._transfers, self.budget
         with self._lock:
-            slots = held_slots(list(self._passes))
+            slots = held_slots(list(self._table.passes))
             held = {owner: row.nbytes for owner, row in budget.holdings().items() if row.nbytes}
             return DeviceState(
                 device=device,
