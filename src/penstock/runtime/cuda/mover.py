@@ -65,7 +65,7 @@ from penstock.runtime.cuda.link import CudaLink, Event
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import PinnedBlock, Slab
 from penstock.runtime.cuda.stream_table import StreamTable
-from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
+from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill
 from penstock.runtime.movers import RESTORED, Mover
 from penstock.runtime.storage import Encoding
 from penstock.store.account import Account
@@ -121,15 +121,8 @@ class CudaMover(Mover):
         self._out = self._outbound(
             lock=self._lock, lanes=lanes, recorder=recorder, staging=staging, host=host
         )
-        self._in = self._inbound(
-            link=link,
-            lock=self._lock,
-            table=self._table,
-            lanes=lanes,
-            recorder=recorder,
-            budget=budget,
-            staging=staging,
-        )
+        self._in = self._inbound(lock=self._lock, lanes=lanes, recorder=recorder, staging=staging)
+        self._budget_of: Callable[[torch.device], Account] = lambda device: budget
         weakref.finalize(self, defer, _abandon, lanes, self._slabs).atexit = False
         self._tell_refusals()
 
@@ -207,14 +200,30 @@ class CudaMover(Mover):
         ``None`` also where the device itself has not so much left, and while a CUDA graph is captured.
         With ``force`` that raises ``torch.OutOfMemoryError``, or ``HookError``.
         """
-        if self._link.capturing():
+        link, nbytes, device = self._link, ticket.nbytes, ticket.device
+        if link.capturing():
             if not force:
                 return None
             raise HookError(
                 f"{ticket.label} was moved out of memory, and cannot be brought back while a CUDA graph"
                 " is captured; capture forward and backward within one `with session.paused():`"
             )
-        return self._in.allocate(ticket, force=force, budget=budget)
+        budget = budget or self._budget_of(device)
+        if force:
+            budget.force(nbytes, RESTORED)
+        elif not budget.try_take(nbytes, RESTORED):
+            return None
+        try:
+            storage = link.empty_target(nbytes, device)
+        except BaseException as error:
+            budget.free(nbytes, RESTORED)
+            if force or not isinstance(error, torch.OutOfMemoryError):
+                raise
+            self._recorder.count("device.out_of_memory")
+            return None
+        weakref.finalize(storage, defer, budget.free, nbytes, RESTORED).atexit = False
+        stream = link.current_stream(device)
+        return CudaTarget(storage, link.record(stream), Fill(stream))
 
     def read(
         self, tier: Tier, ticket: CudaTicket, target: CudaTarget, priority: Priority
@@ -231,8 +240,9 @@ class CudaMover(Mover):
         return self._in.read(ticket, target, priority)
 
     def finish(self, target: CudaTarget) -> torch.UntypedStorage:
-        """The target as a storage. Its bytes may still be on their way: see ``use``."""
-        return self._in.finish(target)
+        """Return the target as a storage. Its bytes may still be on their way: see ``use``."""
+        self._table.restored(target.storage, target.fill)
+        return target.storage
 
     def use(self, storage: torch.UntypedStorage) -> None:
         """From now on the current stream works with ``storage``: rules 1 and 5 to 7 of the note.
@@ -252,11 +262,12 @@ class CudaMover(Mover):
 
     def account(self, budget_of: Callable[[torch.device], Account]) -> None:
         """From now on restored storages are charged to the account of their device."""
-        self._in.budget_of = budget_of
+        self._budget_of = budget_of
 
     def made(self, storage: torch.UntypedStorage) -> None:
-        """The current stream has been told to make ``storage`` again: rule 7 of the note."""
-        self._in.made(storage)
+        """Note that the current stream recomputes ``storage``: rule 7 of the note."""
+        stream = self._link.current_stream(storage.device)
+        self._table.restored(storage, Fill(stream, made=self._link.record(stream)))
 
     def drain(self) -> None:
         """Wait until every copy that was begun has landed."""
