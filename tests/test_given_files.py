@@ -33,7 +33,7 @@ from penstock.observe.clock import ManualClock
 from penstock.observe.events import Stage
 from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder
-from penstock.observe.records import FinalSummary, read_events
+from penstock.observe.records import read_events
 from penstock.observe.summary import RunFacts, summarize
 from penstock.optim.config import StatesConfig
 from penstock.plan import Budgets, Machine, PassProfile, SlotKey, SlotProfile, policies
@@ -68,7 +68,7 @@ def a_log():
         recorder.end_step()
         facts = RunFacts(policy="auto", device="cpu", budget_bytes=None, steps=1)
         summary = summarize(recorder.snapshot(), facts).to_json()
-        log.conclude(FinalSummary(summary))
+        log.conclude(summary)
     return path.read_bytes(), json.dumps(summary).encode()
 
 

@@ -1,5 +1,6 @@
 """What ``import penstock`` gives, and what it costs."""
 
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -58,6 +59,16 @@ def test_the_exports_are_these_and_each_is_there():
     for name in EXPORTS:
         assert getattr(penstock, name) is not None
     assert set(EXPORTS) <= set(dir(penstock))
+
+
+@pytest.mark.parametrize("module", ["data", "observe", "store"])
+def test_names_that_are_imported_at_their_first_use_are_shown_and_there(module):
+    package = importlib.import_module(f"penstock.{module}")
+    assert set(package.__all__) <= set(dir(package))
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match=f"penstock.{module}.*'nothing'"):
+        _ = package.nothing
 
 
 def test_the_version_is_that_of_the_project():

@@ -76,6 +76,10 @@ def test_what_should_exist_once_is_counted_until_the_shared_module_serves(survey
     assert counted() == ["penstock.store.pool", "Mine"]
 
 
+def test_offloading_loads_few_modules(survey):
+    assert survey.loaded() <= 120
+
+
 def test_what_should_exist_once_does_not_become_more(survey, trees):
     found = survey.counted_once(trees)
     most = (2, 6, 7, 4, 1)

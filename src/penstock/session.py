@@ -23,12 +23,8 @@ from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.clients import close_account, open_account
 from penstock.observe.counters import REFUSED, SESSION
-from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder
-from penstock.observe.records import FinalSummary
-from penstock.observe.rss import RssSampler
 from penstock.observe.suggestion import Suggestion
-from penstock.observe.summary import RunFacts, SlotFact, Summary, summarize
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import INFEASIBLE, Action, Plan
 from penstock.plan.profile import Profile
@@ -46,6 +42,8 @@ from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
 
 if TYPE_CHECKING:
+    from penstock.observe.rss import RssSampler
+    from penstock.observe.summary import RunFacts, Summary
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
 
@@ -198,7 +196,7 @@ class Session:
             for executor in self.devices.all.values():
                 executor.close()
             if self.recorder.log is not None:
-                self.recorder.log.conclude(FinalSummary(self.summary().to_json()))
+                self.recorder.log.conclude(self.summary().to_json())
         finally:
             self._stores_close()
         self.recorder.raise_warning()
@@ -211,12 +209,16 @@ class Session:
         ):  # each thread may have another current device
             self._device = torch.device(kind, torch.get_device_module(kind).current_device())
         if config.event_log is not None:
+            from penstock.observe.log import EventLog  # noqa: PLC0415  (few runs have a log)
+
             self.recorder.log = EventLog(
                 path_of_rank(config.event_log),
                 file_bytes=config.event_log_bytes,
                 files=config.event_log_files,
             )
         if config.sample_rss:
+            from penstock.observe.rss import RssSampler  # noqa: PLC0415
+
             self._rss = RssSampler(self.recorder)
         open_account(self.recorder)
         self._memory = MemoryLimit(config, self.recorder)
@@ -456,6 +458,8 @@ class Session:
         """Return the summary of the run so far: traffic, stalls, memory, and the plan's decisions."""
         if self._state == "new":
             raise ClosedError("summary: the session has not been opened")
+        from penstock.observe.summary import summarize  # noqa: PLC0415  (loads rich)
+
         return summarize(self.recorder.snapshot(), self._facts(), self.recorder.steps())
 
     def inspect(self) -> SessionState:
@@ -526,6 +530,8 @@ class Session:
     # -- private ------------------------------------------------------------------------------
 
     def _facts(self) -> RunFacts:
+        from penstock.observe.summary import RunFacts, SlotFact  # noqa: PLC0415  (loads rich)
+
         config = self.config
         slots = tuple(
             SlotFact(

@@ -11,7 +11,6 @@ from penstock.observe.clock import ManualClock
 from penstock.observe.events import Stage
 from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder
-from penstock.observe.records import FinalSummary
 from penstock.observe.summary import RunFacts, summarize
 
 
@@ -28,7 +27,7 @@ def log(request, tmp_path):
         recorder.end_step()
         facts = RunFacts(policy="auto", device="cpu", budget_bytes=None, steps=1)
         if request.param == "whole":
-            log.conclude(FinalSummary(summarize(recorder.snapshot(), facts).to_json()))
+            log.conclude(summarize(recorder.snapshot(), facts).to_json())
     return path, request.param == "whole"
 
 
@@ -77,7 +76,7 @@ def test_a_rotated_log_says_what_its_beginning_lacks(tmp_path, capsys, whole):
             assert log.flush()
         facts = RunFacts(policy="auto", device="cpu", budget_bytes=None, steps=40)
         if whole:
-            log.conclude(FinalSummary(summarize(recorder.snapshot(), facts).to_json()))
+            log.conclude(summarize(recorder.snapshot(), facts).to_json())
     assert main(["report", str(path)]) == (0 if whole else 1)
     out = " ".join(capsys.readouterr().out.split())
     assert main(["report", str(path), "--json"]) == (0 if whole else 1)

@@ -327,6 +327,6 @@ def test_import_brings_no_torch():
 def test_the_default_slab_is_for_large_tiers(monkeypatch, tmp_path):
     monkeypatch.delenv("PENSTOCK_SLAB")
     tier = make(tmp_path, GIB)
-    assert tier._space._directories[0].slab_bytes == 256 * MIB
+    assert tier._directories[0].slab_bytes == 256 * MIB
     tier.close()
     tier.engine.close()

@@ -30,7 +30,7 @@ from penstock.checkpoint.api import Saved
 from penstock.checkpoint.disk import having_threads
 from penstock.checkpoint.regions import Plain, Region
 from penstock.checkpoint.streams import BUFFERS_BYTES
-from penstock.checkpoint.tensors import Leaf, Prepared
+from penstock.checkpoint.tensors import Prepared
 from penstock.core.errors import CheckpointError, PenstockError, PenstockWarning
 from penstock.core.locks import condition
 from penstock.core.units import MIB
@@ -54,30 +54,38 @@ _under_way: weakref.WeakSet[Saving] = weakref.WeakSet()
 class TensorSnapshot(Region):
     """A tensor's bytes; those of some pieces are copies of what they were."""
 
-    def __init__(self, saving: Saving, region: Region, leaf: Leaf, file: int, start: int) -> None:
+    def __init__(
+        self,
+        saving: Saving,
+        region: Region,
+        tensor: torch.Tensor,
+        name: str,
+        place: tuple[int, int],
+    ) -> None:
         """Look at the tensor.
 
         Args:
-            saving: Knows who reads.
+            saving: Save that reads it.
             region: Its bytes.
-            leaf: It.
-            file: Number of the file that it goes to.
-            start: Where it begins there.
+            tensor: The tensor.
+            name: Its name in errors.
+            place: Number of the file that it goes to, and its offset there.
         """
         self.nbytes = region.nbytes
-        self.storage = _storage(leaf.tensor)
+        self.storage = _storage(tensor)
         self._saving = saving
-        self._place = file, start
+        self._place = place
         self._region = region
-        self._leaf = leaf
-        self.has_version = not leaf.tensor.is_inference()
-        self._version = leaf.tensor._version if self.has_version else 0
+        self._tensor = tensor
+        self._name = name
+        self.has_version = not tensor.is_inference()
+        self._version = tensor._version if self.has_version else 0
         self._copies: dict[int, Region] = {}
 
     @property
     def was_changed(self) -> bool:
         """Return whether the tensor is not what it was."""
-        return self.has_version and self._leaf.tensor._version != self._version
+        return self.has_version and self._tensor._version != self._version
 
     @property
     def pieces(self) -> int:
@@ -112,7 +120,7 @@ class TensorSnapshot(Region):
                 self._saving.has_read()
             if was_changed:
                 raise CheckpointError(
-                    f"{self._leaf.name} was changed while it was being saved, not by a step of an"
+                    f"{self._name} was changed while it was being saved, not by a step of an"
                     " optimizer in the state: this save is given up; call wait() or before_update()"
                     " before that change"
                 )
@@ -331,11 +339,12 @@ class Saving:
     def _sources(self, prepared: Prepared) -> list[list[tuple[int, Region]]]:
         made: list[list[tuple[int, Region]]] = []
         for number, plan in enumerate(prepared.plans):
-            members = [i for i in plan.leaves if prepared.leaves[i].nbytes]
-            header, *others = plan.regions(prepared.leaves)
+            members = [i for i in plan.members if prepared.entries[i].nbytes]
+            header, *others = plan.regions(prepared.tensors)
             file: list[tuple[int, Region]] = [header]
             for index, (offset, region) in zip(members, others, strict=True):
-                source = TensorSnapshot(self, region, prepared.leaves[index], number, offset)
+                tensor, name = prepared.tensors[index], prepared.entries[index].name
+                source = TensorSnapshot(self, region, tensor, name, (number, offset))
                 self._all.append(source)
                 file.append((offset, source))
             made.append(file)

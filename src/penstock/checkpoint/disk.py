@@ -35,7 +35,9 @@ _NOT_POSSIBLE: Final = frozenset(
     {errnos.EINVAL, errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.ENOTTY, errnos.EXDEV}
 )
 NO_DIRECTORY: Final = frozenset({errnos.ENOTDIR, errnos.ELOOP})
-_NO_LINK: Final = frozenset({errnos.EPERM, errnos.EMLINK, errnos.EXDEV, errnos.EOPNOTSUPP})
+_NO_LINK: Final = frozenset(
+    {errnos.EPERM, errnos.EMLINK, errnos.EXDEV, errnos.EOPNOTSUPP, errnos.ENOENT}
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

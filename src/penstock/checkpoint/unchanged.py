@@ -11,7 +11,7 @@ import torch
 from penstock.checkpoint.frames import Encoder
 from penstock.checkpoint.manifest import FileEntry, Manifest, TensorEntry, blocks_of
 from penstock.checkpoint.streams import BlockWrites, Buffers, fill
-from penstock.checkpoint.tensors import FilePlan, Leaf, Prepared
+from penstock.checkpoint.tensors import FilePlan, Prepared
 from penstock.checkpoint.writer import EncodedBody, agrees
 
 
@@ -63,7 +63,7 @@ def places(where: str, manifest: Manifest, prepared: Prepared) -> list[Place]:
         found += [
             Place(
                 name=each.name,
-                tensor=prepared.leaves[index].tensor,
+                tensor=prepared.tensors[index],
                 path=os.path.join(where, plan.name),
                 offset_bytes=each.offset_bytes,
                 nbytes=each.nbytes,
@@ -80,8 +80,8 @@ def _plain(
     if entry.nbytes != plan.nbytes:
         return {}
     size = manifest.block_bytes
-    same = _same_blocks(plan, prepared.leaves, entry, size)
-    members = {index: prepared.entries[index] for index in plan.leaves}
+    same = _same_blocks(plan, prepared, entry, size)
+    members = {index: prepared.entries[index] for index in plan.members}
     return {
         index: each
         for index, each in members.items()
@@ -93,25 +93,22 @@ def _encoded(
     plan: FilePlan, prepared: Prepared, manifest: Manifest, entry: FileEntry, codec: str
 ) -> dict[int, TensorEntry]:
     """Encoded once more, they are the same bytes or they are not the same tensors."""
-    regions = plan.regions(prepared.leaves)
-    body = EncodedBody(plan, prepared.leaves, regions, Encoder(codec))
+    regions = plan.regions(prepared.tensors)
+    body = EncodedBody(plan, prepared.entries, regions, Encoder(codec))
     with Buffers(manifest.block_bytes) as buffers:
         if not agrees(body, BlockWrites(buffers), entry):
             return {}
-    entries = list(prepared.entries)
-    body.enter(entries)
-    return {index: entries[index] for index in plan.leaves if entries[index].nbytes}
+    return {index: each for index, each in body.entries.items() if each.nbytes}
 
 
 def _same_blocks(
-    plan: FilePlan, leaves: Sequence[Leaf], entry: FileEntry, block_bytes: int
+    plan: FilePlan, prepared: Prepared, entry: FileEntry, block_bytes: int
 ) -> list[bool]:
-    regions = plan.regions(leaves)
+    regions = plan.regions(prepared.tensors)
     starts = [start for start, _ in regions]
     same = []
     with Buffers(block_bytes) as buffers:
-        block = buffers.take()
-        assert block is not None
+        block = buffers.take(BlockWrites(buffers))
         for index, offset in enumerate(blocks_of(plan.nbytes, block_bytes)):
             end = min(offset + block_bytes, plan.nbytes)
             checksum = fill(regions, starts, offset, end, block.address)

@@ -124,7 +124,7 @@ def measure(
     values = Assembler(opened.index, opened.root, how, collate=list)  # type: ignore[arg-type]
     waiting = 3 * lump_of(values, batch, memory) * batch * values.decoded_bytes()
     resources = LoaderResources(opened, memory, waiting_bytes=waiting)
-    room = resources.ring.limit_bytes
+    room = resources.memory.limit_bytes
     order = choose_order(kind, opened.index, room, seed=0, batch_size=batch, world=1)
     epoch = Epoch(order, opened.index.samples, 0)
     try:
@@ -168,10 +168,10 @@ def _loader(
 
 
 def _device(resources: LoaderResources, epoch: Epoch, seconds: float) -> float:
-    """Return the bytes of samples per second that the engine delivers to the ring."""
+    """Return the bytes of samples per second that the engine delivers to memory."""
     index = resources.reader.opened.index
     mean = max(1, index.data_bytes // index.samples)
-    room = resources.ring.limit_bytes // _IN_FLIGHT
+    room = resources.memory.limit_bytes // _IN_FLIGHT
     count = max(1, min(_GROUP_BYTES // mean, room // (mean + 8192)))
     if epoch.order.kind == "window":
         count = epoch.order.window_samples  # chosen so that two fit

@@ -30,11 +30,10 @@ from penstock.io.engine import Engine
 class FlashDataset(torch_data.Dataset[Any]):
     """Samples of a data set that stays on flash, by number.
 
-    Read with O_DIRECT into a bounded ring; nothing stays in the page cache. Works under
-    ``torch.utils.data.DataLoader`` with any sampler, with workers that are forked or spawned: each makes
-    a
-    ring of its own, and together they hold ``memory``. :class:`FlashLoader` reads the same faster, ahead
-    and in an order that flash likes.
+    Read with O_DIRECT into bounded memory; nothing stays in the page cache. Works under
+    ``torch.utils.data.DataLoader`` with any sampler, with workers that are forked or spawned, which
+    together hold ``memory``. :class:`FlashLoader` reads the same faster, ahead and in an order that flash
+    likes.
 
     Attributes:
         index: Where the samples are.

@@ -113,7 +113,7 @@ class FlashLoader:
         self._resources: LoaderResources | None = None
         resources = self._open_resources()
         self._batch_bytes = self._assembler.decoded_bytes() * batch_size
-        ring_bytes = resources.room_beside(self._batch_bytes * self._waiting)
+        room_bytes = resources.room_beside(self._batch_bytes * self._waiting)
         # ranks must agree: where there are several, the length of samples decides
         alone = order == "auto" and world == 1
         self.rates = rates_of(dataset.opened, resources.reader) if alone else None
@@ -123,7 +123,7 @@ class FlashLoader:
             else choose_order(
                 order,
                 dataset.index,
-                ring_bytes,
+                room_bytes,
                 seed=seed,
                 batch_size=batch_size,
                 world=world,
@@ -223,7 +223,7 @@ class FlashLoader:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are held now, in index, ring, and batches that wait; 0 while it rests."""
+        """Bytes that are held now, in index, read memory, and batches that wait; 0 while it rests."""
         return self._resources.held_bytes if self._resources is not None else 0
 
     def stats(self) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class FlashLoader:
         )
 
     def _set_aside(self, batch_bytes: int) -> None:
-        """Have room for batches that wait beside the ring; where most are of it, for one that is not."""
+        """Reserve memory for batches that wait; for one lump of them if most are lent."""
         resources = self._open_resources()
         self._lends = resources.reader.lends and not self._pin and self._lends_mostly(resources)
         resources.set_aside(batch_bytes * (self._lump if self._lends else self._waiting))
@@ -298,7 +298,7 @@ class FlashLoader:
             *(self._assembler, self.dataset.index, self.order, self.share),
             lump=self._lump,
             waiting=self._waiting,
-            ring_bytes=resources.ring.limit_bytes,
+            room_bytes=resources.memory.limit_bytes,
         )
 
     def _begin(self) -> Stream:

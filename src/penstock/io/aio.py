@@ -146,14 +146,18 @@ class KernelQueue:
             rest = nbytes - flight.moved, job.offset_bytes + begin, 0, _RING_BELL, self.bell
             _IOCB.pack_into(self._blocks, token * _IOCB.size, *fields, *rest)
         pointers = (ctypes.c_void_p * len(flights))(*[self._pointers[each] for each, _ in flights])
-        return self._context.submit(len(flights), ctypes.addressof(pointers))
+        taken = self._context.submit(len(flights), ctypes.addressof(pointers))
+        if taken < 0:
+            errno = ctypes.get_errno()
+            raise OSError(errno, os.strerror(errno))
+        return taken
 
     def wait(self) -> list[tuple[int, int | BaseException]]:
         """Sleep until a piece is done or ``wake`` is called; return (token, bytes or negative errno)."""
         with suppress(InterruptedError):  # a signal that Python handles
             os.eventfd_read(self.bell)
         found = self._context.events(0, self._depth, ctypes.addressof(self._events), None)
-        events = memoryview(self._events)[: found * _EVENT.size]
+        events = memoryview(self._events)[: max(0, found) * _EVENT.size]
         return [(token, result) for token, _, result, _ in _EVENT.iter_unpack(events)]
 
     def wake(self) -> None:

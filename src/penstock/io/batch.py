@@ -163,7 +163,7 @@ class BatchContext:
             return
         least = min(_EVENTS_PER_WAKEUP, self.flying)
         events, timeout = self._events.ctypes.data, ctypes.addressof(self._timeout)
-        found = self._context.events(least, self._depth, events, timeout)
+        found = max(0, self._context.events(least, self._depth, events, timeout))
         self.flying -= found
         done = self._events[:found]
         tokens = done["token"].astype(np.int64)
@@ -183,11 +183,10 @@ class BatchContext:
     def _hand_over(self, at: int, count: int) -> int:
         taken = 0
         while taken < count:
-            try:
-                pointers = self._pointers[at + taken :].ctypes.data
-                taken += self._context.submit(count - taken, pointers)
-            except OSError:
+            more = self._context.submit(count - taken, self._pointers[at + taken :].ctypes.data)
+            if more < 0:
                 break
+            taken += more
         return taken
 
 

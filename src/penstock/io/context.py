@@ -31,7 +31,15 @@ _POINTERS: Final = (ctypes.c_void_p, ctypes.c_void_p)
 
 
 class Context:
-    """Kernel context that takes ``struct iocb`` and returns ``struct io_event``."""
+    """Kernel context that takes ``struct iocb`` and returns ``struct io_event``.
+
+    Attributes:
+        submit: Submits blocks, ``(count, pointers)``. Returns how many were accepted; if not even the
+            first was, -1, with the error in ``ctypes.get_errno()``.
+        events: Waits for events, ``(least, most, address, timeout)``. Returns how many were written to
+            the address, or -1.
+        close: Destroys the context; no transfer may be in flight.
+    """
 
     def __init__(self, depth: int) -> None:
         """Set up a context for ``depth`` transfers. Raises ConfigError if it is not available."""
@@ -39,31 +47,17 @@ class Context:
         if numbers is None or not hasattr(os, "eventfd"):
             where = f"{platform.system()} on {platform.machine()}"
             raise ConfigError(f"asynchronous I/O is not supported for {where}")
-        self._submit = _system_call(numbers.submit, ctypes.c_long, ctypes.c_void_p)
-        self._getevents = _system_call(numbers.getevents, *[ctypes.c_long] * 2, *_POINTERS)
-        self._destroy = _system_call(numbers.destroy)
         context = ctypes.c_ulong(0)
         setup = _system_call(numbers.setup, ctypes.c_void_p)
         if setup(depth, ctypes.addressof(context)) < 0:
             raise unavailable_error("io_setup", ctypes.get_errno())
-        self._context = context.value
-
-    def submit(self, count: int, pointers: int) -> int:
-        """Submit ``count`` blocks, and return how many were accepted; OSError if not even the first."""
-        taken: int = self._submit(self._context, count, pointers)
-        if taken < 0:
-            errno = ctypes.get_errno()
-            raise OSError(errno, os.strerror(errno))
-        return taken
-
-    def events(self, least: int, most: int, events: int, timeout: int | None) -> int:
-        """Wait for ``least`` events, and return how many were written to the address ``events``."""
-        found: int = self._getevents(self._context, least, most, events, timeout)
-        return max(found, 0)
-
-    def close(self) -> None:
-        """Destroy the context; no transfer may be in flight."""
-        self._destroy(self._context)
+        # the calls themselves, without a frame of Python around them: one of each for every transfer
+        longs = [ctypes.c_long] * 2
+        submit = _system_call(numbers.submit, ctypes.c_long, ctypes.c_void_p)
+        events = _system_call(numbers.getevents, *longs, *_POINTERS)
+        self.submit: Callable[[int, int], int] = partial(submit, context.value)
+        self.events: Callable[[int, int, int, int | None], int] = partial(events, context.value)
+        self.close: Callable[[], int] = partial(_system_call(numbers.destroy), context.value)
 
 
 def _system_call(number: int, *arguments: type) -> Callable[..., int]:

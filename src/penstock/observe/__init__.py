@@ -5,12 +5,39 @@ names), ``recorder``, ``timeline`` and ``totals`` (the sums), ``log`` and ``reco
 file), ``summary`` (printed by ``print(session.summary())``).
 """
 
-from penstock.observe.clock import Clock, ManualClock, RealClock
-from penstock.observe.events import Event, Level, Mark, Span, Stage, StallCause
-from penstock.observe.log import EventLog
-from penstock.observe.recorder import Recorder
-from penstock.observe.records import read_events, read_log
-from penstock.observe.totals import Flow, MemoryUse, Stall, StepTotals, Totals
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from penstock.observe.clock import Clock, ManualClock, RealClock
+    from penstock.observe.events import Event, Level, Mark, Span, Stage, StallCause
+    from penstock.observe.log import EventLog
+    from penstock.observe.recorder import Recorder
+    from penstock.observe.records import read_events, read_log
+    from penstock.observe.totals import Flow, MemoryUse, Stall, StepTotals, Totals
+
+_MODULES: Final = {
+    "Clock": "clock",
+    "Event": "events",
+    "EventLog": "log",
+    "Flow": "totals",
+    "Level": "events",
+    "ManualClock": "clock",
+    "Mark": "events",
+    "MemoryUse": "totals",
+    "RealClock": "clock",
+    "Recorder": "recorder",
+    "Span": "events",
+    "Stage": "events",
+    "Stall": "totals",
+    "StallCause": "events",
+    "StepTotals": "totals",
+    "Totals": "totals",
+    "read_events": "records",
+    "read_log": "records",
+}
 
 __all__ = [
     "Clock",
@@ -32,3 +59,14 @@ __all__ = [
     "read_events",
     "read_log",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name at its first use (PEP 562): a session needs few of these modules."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

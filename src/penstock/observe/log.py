@@ -24,6 +24,7 @@ import os
 import threading
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final
 
@@ -132,10 +133,10 @@ class EventLog:
             self._wake.set()
         self._warn_of_failure()
 
-    def conclude(self, last: FinalSummary) -> None:
+    def conclude(self, summary: Mapping[str, Any]) -> None:
         """Queue a session's summary at its end. Returns at once."""
         if self._writing:
-            self._pending.append(last)
+            self._pending.append(FinalSummary(summary))
 
     def flush(self) -> bool:
         """Wait up to ten seconds until the operating system has all that was appended.

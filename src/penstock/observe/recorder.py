@@ -11,7 +11,7 @@ import math
 import warnings
 from collections import deque
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from penstock.core import knobs
 from penstock.core.errors import PenstockWarning
@@ -28,9 +28,11 @@ from penstock.observe.events import (
     StallCause,
     typed,
 )
-from penstock.observe.log import EventLog
 from penstock.observe.timeline import BusyTime, LevelMeter
 from penstock.observe.totals import Flow, MemoryUse, Stall, StepTotals, Totals, between
+
+if TYPE_CHECKING:
+    from penstock.observe.log import EventLog
 
 __all__ = ["MAX_STEPS", "Recorder", "Stage", "StallCause"]
 

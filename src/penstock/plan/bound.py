@@ -16,10 +16,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from penstock.plan.convolution import with_algorithms
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.problem import PlanningProblem
-from penstock.plan.profile import Event, Profile
+from penstock.plan.profile import Profile
+from penstock.plan.residency import Residents
 
 _NEVER_NS: Final = float("inf")
 
@@ -136,25 +139,20 @@ class PeakMoment:
 
 def peak_moment(case: PlanningProblem) -> PeakMoment | None:
     """Return the moment at which most would be resident; None if everything fits."""
-    profile, given = case.profile, case.given
-    slots = profile.slots
-    alive, resident = 0, set[int]()
-    most, best = case.budgets.device_bytes, None
-    for place, (_, event, i) in enumerate(profile.steps):
-        if event is Event.FREE:
-            alive -= slots[i].key.nbytes
-            continue
-        if event is Event.SAVE:
-            alive += slots[i].key.nbytes
-        if alive + given.small_at(event, i) > most:
-            most, best = alive + given.small_at(event, i), place
-    if best is None:
+    profile, given, steps = case.profile, case.given, case.profile.arrays
+    slots, device_bytes = profile.slots, case.budgets.device_bytes
+    everything = Residents(profile, bytearray(len(slots)))
+    small = np.where(
+        steps.save,
+        given.arrays.small_at_save[steps.slot],
+        given.arrays.small_at_use[steps.slot],
+    )
+    alive = np.where(steps.free, 0, everything.kept_bytes + small)
+    most = int(np.max(alive, initial=0))
+    if most <= device_bytes:
         return None
-    for _, event, i in profile.steps[: best + 1]:
-        if event is Event.SAVE:
-            resident.add(i)
-        elif event is Event.FREE:
-            resident.discard(i)
+    best = int(np.argmax(alive))
+    resident = set(everything.kept.at(best).tolist())
     now_ns = profile.steps[best][0]
     needs = {
         i: need for i in resident if (need := slots[i].needed_at_ns) is not None and need > now_ns
@@ -162,7 +160,7 @@ def peak_moment(case: PlanningProblem) -> PeakMoment | None:
     unread = (i for i in resident if i not in needs or slots[i].held_elsewhere)
     return PeakMoment(
         resident=frozenset(resident),
-        over_bytes=most - case.budgets.device_bytes,
+        over_bytes=most - device_bytes,
         before_ns=now_ns - min(slots[i].saved_at_ns for i in resident),
         after_ns=max(needs.values(), default=now_ns) - now_ns,
         unread_bytes=sum(slots[i].key.nbytes for i in unread),
@@ -177,18 +175,11 @@ def _again(
     """Return (least ns per byte, bytes) of each resident slot that can be recomputed."""
     slots = case.profile.slots
     least: dict[int, float] = {}
-    for path, module in case.recomputing.modules.items():
-        of_pass: dict[int, int] = {}
-        indices = [i for g in module.groups for i in case.groups[g].indices]
-        for i in indices:
-            index = slots[i].pass_index
-            of_pass[index] = of_pass.get(index, 0) + slots[i].key.nbytes
-        for i in resident.intersection(indices):
-            index = slots[i].pass_index
-            each_ns = case.recomputing.forward_ns(path, index) / of_pass[index]
-            if i in unneeded:
-                each_ns = 0.0
-            least[i] = min(each_ns, least.get(i, each_ns))
+    for one in case.recomputing.segments(case.recomputing.modules):
+        dropped = [i for _, i, _ in one.drops]
+        each_ns = one.took_ns / sum(slots[i].key.nbytes for i in dropped)
+        for i in resident.intersection(dropped):
+            least[i] = min(0.0 if i in unneeded else each_ns, least.get(i, each_ns))
     return ((each_ns, slots[i].key.nbytes) for i, each_ns in least.items())
 
 

@@ -17,7 +17,7 @@ from penstock.plan.algorithms import MAX_PARTS, Algorithm, fastest, least_for_ti
 from penstock.plan.machine import Machine
 from penstock.plan.operators import Operator, WorkspaceLimit
 from penstock.plan.profile import Event, Profile, Transient
-from penstock.plan.residency import KEPT, Mask
+from penstock.plan.residency import Mask, Residents
 from penstock.plan.time_map import TimeMap
 
 Limits: TypeAlias = tuple[WorkspaceLimit, ...]
@@ -57,7 +57,7 @@ def with_algorithms(profile: Profile, machine: Machine, limits: Limits) -> Profi
     if machine.compute is None or not any(one.convolution for one in profile.operators):
         return profile
     key = (machine.compute, limits)
-    known = profile.derived.get(key)
+    known: Profile | None = profile.derived.get(key)
     if known is None:
         by_kind = {(one.module, one.backward): one for one in limits}
         known = profile.derived[key] = _computed(profile, _runs(profile, machine, by_kind))
@@ -194,7 +194,9 @@ def _rooms(profile: Profile, machine: Machine, mask: Mask, device_bytes: int) ->
     """Return the bytes free for the workspace of each convolution; of several calls the fewest."""
     everything = leanest(profile, machine)
     spare = with_algorithms(profile, machine, everything)
-    times, needs = _needs(spare, mask)
+    events = ~spare.arrays.free
+    times: list[int] = spare.arrays.at_ns[events].tolist()
+    needs: list[int] = Residents(spare, mask).need_bytes[events].tolist()
     rooms: dict[_Kind, int] = {}
     for run in _runs(profile, machine, {(one.module, one.backward): one for one in everything}):
         first = max(0, bisect_right(times, run.start_ns) - 1)
@@ -205,29 +207,6 @@ def _rooms(profile: Profile, machine: Machine, mask: Mask, device_bytes: int) ->
         room = max(0, device_bytes - max(beside, default=spare.small_bytes))
         rooms[run.kind] = min(room, rooms.get(run.kind, room))
     return rooms
-
-
-def _needs(profile: Profile, mask: Mask) -> tuple[list[int], list[int]]:
-    """Return the times of saves and uses, and the resident bytes at each that no wait can free."""
-    times, needs = [], []
-    kept = in_use = 0
-    for when_ns, event, i in profile.steps:
-        nbytes = profile.slots[i].key.nbytes
-        if event is Event.SAVE:
-            kept += nbytes
-            needs.append(kept + in_use + profile.small_beside[i])
-            kept -= 0 if mask[i] == KEPT else nbytes
-        elif event is Event.USE:
-            in_use += 0 if mask[i] == KEPT else nbytes
-            needs.append(kept + in_use + profile.small_at_need[i])
-        elif mask[i] == KEPT:
-            kept -= nbytes
-            continue
-        else:
-            in_use -= nbytes if profile.slots[i].needed_at_ns is not None else 0
-            continue
-        times.append(when_ns)
-    return times, needs
 
 
 def _whole_device(profile: Profile) -> bool:

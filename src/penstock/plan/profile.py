@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.core.errors import PlanError
 from penstock.plan import serial
@@ -297,8 +297,8 @@ class Profile:
         return tuple(slot.key.match_key for slot in self.slots)
 
     @cached_property
-    def derived(self) -> dict[object, Profile]:
-        """Cache of profiles made from this one, by what was changed, because some take long to make."""
+    def derived(self) -> dict[object, Any]:
+        """Cache of what was made from this profile and takes long to make."""
         return {}
 
     @cached_property

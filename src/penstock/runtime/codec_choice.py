@@ -21,7 +21,6 @@ from penstock.core.units import format_bytes
 from penstock.observe.recorder import Recorder
 from penstock.plan.groups import SlotGroup, groups_of
 from penstock.plan.machine import Budgets, Machine
-from penstock.plan.pipeline import channel_bound
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 from penstock.runtime.orders import Orders, PassRecord
@@ -166,6 +165,8 @@ def codecs_pay(plan: Plan, profile: Profile, machine: Machine, budgets: Budgets)
         machine: The bandwidths that it was made for.
         budgets: What there is.
     """
+    from penstock.plan.pipeline import channel_bound  # noqa: PLC0415  (only once there is a plan)
+
     return channel_bound(profile, machine, _placed(profile, plan)) or _is_tight(
         profile, plan, budgets
     )

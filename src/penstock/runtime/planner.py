@@ -27,7 +27,6 @@ from penstock.plan import policies
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Action, Plan
 from penstock.plan.profile import Profile
-from penstock.plan.replay import replay
 from penstock.runtime.codec_choice import CodecChoice, codecs_pay
 from penstock.runtime.loader_demand import Loaders
 from penstock.runtime.orders import DefaultRule, ExactKey, Orders, PassRecord
@@ -424,6 +423,8 @@ def _forecast(profile: Profile, plan: Plan, machine: Machine, *, since_ns: int) 
     Returns:
         ``None`` if the profile has no pass, or does not tell enough.
     """
+    from penstock.plan.replay import replay  # noqa: PLC0415  (only once there is a plan)
+
     if not profile.passes:
         return None
     try:

@@ -9,11 +9,9 @@ from functools import partial
 from penstock.observe.suggestion import Suggestion
 from penstock.plan import policies
 from penstock.plan.machine import Budgets, Machine
-from penstock.plan.min_budget import min_budget
 from penstock.plan.plan import Plan
 from penstock.plan.policies import Policy
 from penstock.plan.profile import Profile
-from penstock.plan.suggestion import suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +48,8 @@ class PolicyRequest:
 
     def min_budget_bytes(self) -> int | None:
         """Return the smallest device budget that does for the whole profile; ``None``: none is known."""
+        from penstock.plan.min_budget import min_budget  # noqa: PLC0415  (for advice only)
+
         # where there is a tier, what a plan keeps is moved away when there is no room for it
         ask = partial(self._ask, name="ranked" if self._has_tier else self.policy, slack_bytes=0)
         nothing = replace(self.budgets, device_bytes=1)
@@ -58,6 +58,8 @@ class PolicyRequest:
 
     def suggestion(self) -> Suggestion | None:
         """Return what other device budgets would cost; ``None`` without a tier to offload to."""
+        from penstock.plan.suggestion import suggest  # noqa: PLC0415  (for advice only)
+
         if not self._has_tier:
             return None
         name = "ranked" if self.policy == "auto" else self.policy

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from penstock.observe.clients import SUSPENDED
 from penstock.observe.recorder import Recorder
 from penstock.store.base import Tier
-from penstock.store.blob import StrPath
+from penstock.store.blob import UNIT_BYTES, StrPath
 from penstock.store.engine import shared_engine
 from penstock.store.flash import FlashTier
-from penstock.store.slabs import UNIT_BYTES
 from penstock.swap.state import SuspendableStorage
 
 

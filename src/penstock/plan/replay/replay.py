@@ -10,7 +10,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 from penstock.plan.replay.lanes import ReplayLane
 from penstock.plan.replay.moves import FLASH, HOST, Channels, Moves, channels_of, moves_of
-from penstock.plan.replay.recompute import reruns_of
+from penstock.plan.replay.recompute import recomputed_segments
 from penstock.plan.replay.result import Replayed, TierUse
 from penstock.plan.replay.timeline import average_bytes, trace_of
 from penstock.plan.replay.walk import Walk
@@ -33,8 +33,8 @@ def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = Fals
     profile = _computed(profile, machine, plan.workspace_limits)
     moves = moves_of(profile, plan, machine)
     channels = channels_of(moves, machine)
-    reruns = reruns_of(profile, plan, moves.action)
-    walk = Walk(profile, plan, moves, channels, reruns, interference=machine.interference)
+    segments = recomputed_segments(profile, plan, moves.action)
+    walk = Walk(profile, plan, moves, channels, segments, interference=machine.interference)
     walk.run()
     capacity = (plan.budgets.host_bytes, plan.budgets.flash_bytes)
     host, flash = (_tier_use(walk, moves, channels, tier) for tier in (HOST, FLASH))
@@ -69,7 +69,7 @@ def _computed(profile: Profile, machine: Machine, lean: Limits) -> Profile:
     if machine.compute is None or not profile.operators:
         return profile
     key = (machine.compute, lean)
-    known = profile.derived.get(key)
+    known: Profile | None = profile.derived.get(key)
     if known is None:
         known = profile.derived[key] = with_algorithms(profile, machine, lean)
     return known
