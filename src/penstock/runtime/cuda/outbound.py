@@ -174,7 +174,7 @@ class Outbound:
         return on_flash
 
     def _is_refused(self, ticket: CudaTicket, error: BaseException | None) -> bool:
-        """Return whether a write has failed whose bytes somebody needs; discard what flash has."""
+        """Return whether a write has failed whose bytes are needed; discard what flash has."""
         with self._lock:
             if ticket.discarded or error is None:
                 return False
