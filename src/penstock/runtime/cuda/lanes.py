@@ -268,7 +268,16 @@ class CopyLanes:
         lane = self._lanes.get((device, direction))
         if lane is None:
             with self._lock:
-                lane = self._lanes.get((device, direction)) or self._make(device, direction)
+                lane = self._lanes.get((device, direction))
+                if lane is None:
+                    lane = self._lanes[device, direction] = CopyLane(
+                        self._link,
+                        device,
+                        direction,
+                        recorder=self._recorder,
+                        inline=self._is_inline(direction),
+                        start_thread=self._start_thread,
+                    )
         return lane
 
     def issue_inline(self, inline: bool) -> None:
@@ -304,17 +313,6 @@ class CopyLanes:
         """Stop, and wait until all has landed."""
         for lane in self.all():
             lane.close()
-
-    def _make(self, device: torch.device, direction: Direction) -> CopyLane:
-        lane = self._lanes[device, direction] = CopyLane(
-            self._link,
-            device,
-            direction,
-            recorder=self._recorder,
-            inline=self._is_inline(direction),
-            start_thread=self._start_thread,
-        )
-        return lane
 
 
 def _work_of(link: CudaLink, direction: Direction) -> tuple[Callable[..., None], Stage | None]:

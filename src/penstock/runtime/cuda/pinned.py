@@ -10,9 +10,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 import torch
@@ -28,6 +29,7 @@ from penstock.store.account import Account
 from penstock.store.arena import Arena, lone_block
 from penstock.store.pool import Block
 
+_priority_of: Final = attrgetter("priority")
 PATIENCE_S: Final = 60.0
 _never_freed: Final[list[Arena]] = []
 
@@ -109,7 +111,7 @@ class Slab:
             )
         self.refusal = self._pin()
         self._wake = condition()
-        self._queues: dict[Priority, deque[Waiting]] = {priority: deque() for priority in Priority}
+        self._queue: list[Waiting] = []  # by priority, then by age
         self._buffers: set[PinnedBlock] = set()
         self._moving = 0
         self._resting = False
@@ -142,13 +144,13 @@ class Slab:
             be no buffer.
         """
         with self._wake:
-            if not self._others_first(waiting.priority):
+            if not self._queue or self._queue[0].priority > waiting.priority:
                 buffer = self._allocate(waiting.nbytes)
                 if buffer is not None or not self._moving:
                     return buffer, False
             if self._stopping:
                 return None, False
-            self._queues[waiting.priority].append(waiting)
+            insort(self._queue, waiting, key=_priority_of)
             start_thread, self._start_thread = self._start_thread, None
         if start_thread is not None:
             start_thread(self._work, f"penstock-{self._name}")
@@ -163,19 +165,19 @@ class Slab:
     def withdraw(self, waiting: Waiting) -> bool:
         """Leave the queue. False: too late, ``begin`` has been or is being called."""
         with self._wake:
-            if waiting not in self._queues[waiting.priority]:
+            if waiting not in self._queue:
                 return False
-            self._queues[waiting.priority].remove(waiting)
+            self._queue.remove(waiting)
             self._wake.notify_all()
             return True
 
     def promote(self, waiting: Waiting, priority: Priority) -> None:
         """Raise the priority of a queued request; a lower one is ignored."""
         with self._wake:
-            if priority < waiting.priority and waiting in self._queues[waiting.priority]:
-                self._queues[waiting.priority].remove(waiting)
+            if priority < waiting.priority and waiting in self._queue:
+                self._queue.remove(waiting)
                 waiting.priority = priority
-                self._queues[priority].append(waiting)
+                insort(self._queue, waiting, key=_priority_of)
                 self._wake.notify_all()
 
     # -- giving back ------------------------------------------------------------------------------
@@ -245,9 +247,7 @@ class Slab:
         """Close the queue; return the requests in it, for the caller to answer."""
         with self._wake:
             self._stopping = True
-            waiting = [each for queue in self._queues.values() for each in queue]
-            for queue in self._queues.values():
-                queue.clear()
+            waiting, self._queue = self._queue, []
             self._wake.notify_all()
         return waiting
 
@@ -305,16 +305,12 @@ class Slab:
             pass
 
     def _next(self) -> tuple[Waiting, PinnedBlock | None] | None:
-        queue = next((queue for queue in self._queues.values() if queue), None)
-        if queue is None:
+        if not self._queue:
             return None
-        buffer = self._allocate(queue[0].nbytes)
+        buffer = self._allocate(self._queue[0].nbytes)
         if buffer is None and self._moving:
             return None
-        return queue.popleft(), buffer
-
-    def _others_first(self, priority: Priority) -> bool:
-        return any(queue for other, queue in self._queues.items() if other <= priority)
+        return self._queue.pop(0), buffer
 
     def _allocate(self, nbytes: int) -> PinnedBlock | None:
         if self._stopping or self._resting:
