@@ -153,11 +153,14 @@ EARLY = {
             "fill.copy = copy": "pass"
         },
     },
-    "runtime/cuda/direct_outbound.py": {
-        ("DirectOutbound._go", "the source is let go of when its write begins"): {
-            "on_flash.written.add_done_callback(partial(self._ended, leaving))": (
-                "self._ended(leaving, Transfer(0))"
+    "runtime/cuda/direct.py": {
+        ("DirectOutbound._submit", "the source is let go of when its write begins"): {
+            "on_flash.written.add_done_callback(partial(self._flashed_directly, ticket))": (
+                "self._flashed_directly(ticket, Transfer(0))"
             )
+        },
+        ("DirectInbound._fenced", "a read has ended when it begins"): {
+            "inner.add_done_callback(partial(self._filled, read))": "self._settle(read, None)"
         },
     },
     "runtime/cuda/encoding.py": {
@@ -205,11 +208,6 @@ EARLY = {
     "runtime/digests.py": {
         ("Comparison.__init__", "digests are let go of before they are compared"): {
             "self._first, self._second = first, second": "self._first, self._second = 0, None"
-        },
-    },
-    "runtime/cuda/direct_inbound.py": {
-        ("DirectInbound._fenced", "a read has ended when it begins"): {
-            "inner.add_done_callback(partial(self._filled, read))": "self._settle(read, None)"
         },
     },
 }
