@@ -10,8 +10,8 @@ from tier_builders import outcome
 from penstock.core.errors import ClosedError
 from penstock.io.engine import Engine, EngineSpec, Priority, Request, Transfer
 from penstock.io.files import open_unlinked
+from penstock.io.joint import submit_all
 from penstock.io.threads import ThreadEngine
-from penstock.store.blob import submit_all
 from penstock.testing.engines import aligned
 
 
@@ -55,11 +55,6 @@ def request(nbytes=10, keep_alive=None):
     return Request(
         op="write", file=None, offset_bytes=0, address=0, nbytes=nbytes, keep_alive=keep_alive
     )
-
-
-def test_one_request_is_the_engines_own_transfer():
-    engine = HandEngine()
-    assert submit_all(engine, [request()]) is engine.transfers[0]
 
 
 def test_settles_after_the_last_part():
