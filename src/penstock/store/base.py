@@ -29,8 +29,7 @@ from penstock.core.errors import ChecksumError, ClosedError, ConfigError, Source
 from penstock.core.locks import condition
 from penstock.core.process import fork_guard
 from penstock.core.units import round_down, round_up
-from penstock.io.engine import Engine, File, Op, Priority, Request, Transfer
-from penstock.io.joint import submit_all
+from penstock.io.engine import Engine, File, Op, Priority, Request, Transfer, submit_all
 from penstock.observe.clients import measurement_of
 from penstock.observe.recorder import Recorder, Stage
 from penstock.store import checksums
