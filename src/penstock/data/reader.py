@@ -267,8 +267,8 @@ class Reader:
         ):
             if row in group.bad or not nbytes:
                 continue
-            found = checksums.full(address, nbytes)
-            if found != int(sums[row]):
+            found = checksums.mismatch(("full", int(sums[row])), address, nbytes)
+            if found is not None:
                 where = self._where(int(group.samples[row]), int(group.file[row]))
                 group.bad[row] = ChecksumError(
                     f"{where}, {nbytes} bytes: their checksum is {found:#018x}, packed were"

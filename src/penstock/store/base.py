@@ -457,11 +457,11 @@ class Tier(ABC):
     def _mismatch(self, ticket: Ticket, address: int) -> ChecksumError | None:
         if ticket.checksum is None or self._verify == "off":
             return None
-        kind, expected = ticket.checksum
-        found = checksums.sum_of(kind, address, ticket.nbytes)
-        if found is None or found[1] == expected:
+        found = checksums.mismatch(ticket.checksum, address, ticket.nbytes)
+        if found is None:
             return None
-        facts = f"have checksum {found[1]:#018x}; the memory that was written had {expected:#018x}"
+        written = ticket.checksum[1]
+        facts = f"have checksum {found:#018x}; the memory that was written had {written:#018x}"
         return self.damage(ticket, facts)
 
     def _account(
