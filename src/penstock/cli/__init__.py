@@ -30,6 +30,12 @@ _COMMANDS: Final = {
     "report": "show the summary of a run, with the prediction for it",
     "doctor": "check this machine and its settings, and say what to improve",
 }
+_WINGS: Final = {
+    "characterize": "penstock.lab.cli.characterize",
+    "jobs": "penstock.jobs.cli",
+    "ssd": "penstock.lab.cli.ssd",
+}
+"""Modules of the commands that are not in this package."""
 _EXAMPLES: Final = """\
 examples:
   penstock doctor --dir /nvme/spill
@@ -57,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _take_standard_descriptors()
     known = _parser().parse_args(argv)
-    command: Command = importlib.import_module(f"penstock.cli.{known.command}")
+    command = module_of(known.command)
     options = command.parser().parse_args(known.rest)
     try:
         outcome = command.execute(options)
@@ -72,6 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except output.UnreadError:
         return _UNREAD
     return outcome if isinstance(outcome, int) else outcome()
+
+
+def module_of(name: str) -> Command:
+    """Import the module of a command."""
+    command: Command = importlib.import_module(_WINGS.get(name, f"penstock.cli.{name}"))
+    return command
 
 
 def _take_standard_descriptors() -> None:

@@ -4,7 +4,7 @@ It measures:
 
 1. Flash, through Penstock's engine, with one file in the directory (:mod:`.bandwidth`).
 2. Copies to and from the host tier.
-3. The speed of the device (:mod:`.compute`).
+3. The speed of the device (:mod:`penstock.lab.compute`).
 4. The slowdown of training while a flash tier is written and read (interference), and the tier's speed
    then: on a CPU both compete for memory and cores. If the tier is slower than alone, the lower bandwidth
    goes into the machine file, because plans move data while the device computes.
@@ -101,7 +101,7 @@ def execute(options: argparse.Namespace) -> int:
 
 def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
     """Measure everything, with progress and results on standard error."""
-    compute = importlib.import_module("penstock.cli.compute")  # loads torch, unlike the rest
+    compute = importlib.import_module("penstock.lab.compute")  # loads torch, unlike the rest
     device = compute.device()
     with _reported(f"flash in {directory}") as results:
         flash = bandwidth.measure([directory], file_bytes=file_bytes, seconds=seconds)

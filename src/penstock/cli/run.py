@@ -26,7 +26,14 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from penstock import __version__
 from penstock.cli import notes
 from penstock.cli.command import add_common, formatter, size
-from penstock.cli.output import report, say, show, write_json, write_json_line
+from penstock.cli.output import (
+    drop_output_if_full,
+    report,
+    say,
+    show,
+    write_json,
+    write_json_line,
+)
 from penstock.cli.paths import file_to_write, spill_directory
 from penstock.cli.script import Program, find, run_as_main
 from penstock.cli.torch_import import when_imported
@@ -37,7 +44,6 @@ from penstock.core.files import absolute_path
 from penstock.core.process import fork_guard
 from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import MIB
-from penstock.jobs.logs import drop_output_if_full
 from penstock.plan import policies
 from penstock.runtime.user_plan import SUFFIX, load_plan
 from penstock.swap.channel import JobEnd

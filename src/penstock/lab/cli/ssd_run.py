@@ -19,7 +19,9 @@ from penstock import __version__
 from penstock.cli.command import INTERRUPTED_CODE, add_common, formatter, size
 from penstock.cli.output import say, show, write_json
 from penstock.cli.paths import picture_to_write
-from penstock.cli.ssd_options import (
+from penstock.core.errors import ConfigError
+from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
+from penstock.lab.cli.ssd_options import (
     add_fields,
     count,
     device_of,
@@ -27,9 +29,7 @@ from penstock.cli.ssd_options import (
     list_of,
     report_ignored,
 )
-from penstock.cli.ssd_pace import INTERRUPTED, Pace
-from penstock.core.errors import ConfigError
-from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
+from penstock.lab.cli.ssd_pace import INTERRUPTED, Pace
 from penstock.lab.ssd import with_field
 from penstock.lab.ssd.aging import fill
 from penstock.lab.ssd.description import nearest

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
-from penstock.cli import jobs, main
-from penstock.cli.jobs_options import check_options
-from penstock.cli.jobs_view import Watch, table
+from penstock.cli import main
 from penstock.core.errors import JobError
+from penstock.jobs import cli as jobs
 from penstock.jobs.description import Description
+from penstock.jobs.options import check_options
+from penstock.jobs.view import Watch, table
 from penstock.observe.summary_text import to_text
 
 SCRIPT = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from penstock.cli import ssd_machine, ssd_run, ssd_sweep, ssd_update
 from penstock.cli.command import formatter
+from penstock.lab.cli import ssd_machine, ssd_run, ssd_sweep, ssd_update
 
 _EXAMPLES: Final = """\
 examples:

@@ -9,13 +9,13 @@ from contextlib import suppress
 from typing import Final
 
 from penstock.cli.command import add_common, formatter
-from penstock.cli.jobs_options import check_options
-from penstock.cli.jobs_view import Watch, table
 from penstock.cli.output import say, show, write_json
 from penstock.core.errors import ConfigError, JobError
 from penstock.jobs.control import Client
 from penstock.jobs.description import load
 from penstock.jobs.manager import Manager
+from penstock.jobs.options import check_options
+from penstock.jobs.view import Watch, table
 
 _EXAMPLES: Final = """\
 examples:

@@ -14,13 +14,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock import __version__
-from penstock.cli import ssd_update
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import show, write_json
 from penstock.cli.paths import picture_to_write
-from penstock.cli.ssd_options import device_of, toml_value
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_duration
+from penstock.lab.cli import ssd_update
+from penstock.lab.cli.ssd_options import device_of, toml_value
 from penstock.lab.ssd import Device, Placement, Step, Update, with_field
 from penstock.lab.ssd.plot import check_lines, plot_sweep
 from penstock.lab.ssd.simulation import SimulationEngine, simulate

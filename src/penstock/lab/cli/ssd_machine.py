@@ -9,7 +9,7 @@ from typing import Any, Final
 from penstock.cli.command import add_common, formatter
 from penstock.cli.machine_file import answer
 from penstock.cli.paths import file_to_write, picture_to_write
-from penstock.cli.ssd_options import add_fields, device_of, known_devices
+from penstock.lab.cli.ssd_options import add_fields, device_of, known_devices
 from penstock.lab.ssd import Device
 from penstock.lab.ssd.run_plot import plot_service
 from penstock.lab.ssd.service import DEPTH, REQUEST_BYTES, Measured, measure

@@ -15,9 +15,9 @@ from penstock import __version__
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import show, write_json
 from penstock.cli.paths import picture_to_write
-from penstock.cli.ssd_options import add_fields, count, device_of, known_devices, list_of
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bytes, format_duration
+from penstock.lab.cli.ssd_options import add_fields, count, device_of, known_devices, list_of
 from penstock.lab.ssd import Device, Gradient, Placement, Step, Update
 from penstock.lab.ssd.description import nearest
 from penstock.lab.ssd.energy import Boundary
