@@ -21,9 +21,7 @@ def parsers(words, parser):
 
 
 COMMANDS = [
-    found
-    for name in cli._COMMANDS
-    for found in parsers([name], cli.module_of(name).parser())
+    found for name in cli._COMMANDS for found in parsers([name], cli.module_of(name).parser())
 ]
 each_command = pytest.mark.parametrize(
     ("words", "parser"), COMMANDS, ids=[" ".join(words) for words, _ in COMMANDS]
