@@ -240,7 +240,7 @@ def test_what_is_wrong_with_the_file_is_named(disk_path, capsys, text, message):
     assert "jobs.toml" in told or "job 'a'" in told
 
 
-KNOWN = r"known are --memory, --device-memory, --host-memory, .*, --optimizer-state, .*--trace"
+KNOWN = r"known are --json, --debug, --memory, --device-memory, .*, --optimizer-state, .*--trace"
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _take_standard_descriptors()
     known = _parser().parse_args(argv)
-    command = module_of(known.command)
-    options = command.parser().parse_args(known.rest)
+    options = module_of(known.command).parser().parse_args(known.rest)
     try:
-        outcome = command.execute(options)
+        outcome = options.execute(options)
     except PenstockError as error:
         if options.debug:
             raise
@@ -77,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED_CODE
     except output.UnreadError:
         return _UNREAD
-    return outcome if isinstance(outcome, int) else outcome()
+    code: int = outcome if isinstance(outcome, int) else outcome()
+    return code
 
 
 def module_of(name: str) -> Command:

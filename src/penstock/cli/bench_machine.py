@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from penstock.cli import bandwidth
 from penstock.cli.bandwidth import Measurement
-from penstock.cli.command import add_common, formatter
+from penstock.cli.command import add_command
 from penstock.cli.machine_file import answer
 from penstock.cli.output import say
 from penstock.cli.paths import file_to_write, spill_directory
@@ -60,14 +60,14 @@ examples:
 
 def add_parser(what: Any) -> None:
     """Add ``machine`` to the subcommands of ``penstock bench``."""
-    made = what.add_parser(
+    made = add_command(
+        what,
         "machine",
-        help="measure all that plans need of this machine; prints a machine file",
+        "measure all that plans need of this machine; prints a machine file",
+        execute,
         description="Measure flash, host copies, arithmetic, memory, launches, and the slowdown of"
         " computing\nduring flash transfers; takes less than a minute. Prints a machine file (TOML).",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     made.add_argument(
         "--flash",
@@ -80,8 +80,6 @@ def add_parser(what: Any) -> None:
         "--seconds", metavar="N", type=float, default=10.0,
         help="how long to measure flash alone, and again while computing (default: 10)",
     )  # fmt: skip
-    add_common(made, json_help="print one JSON document on standard output")
-    made.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:

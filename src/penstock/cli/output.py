@@ -8,7 +8,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
@@ -55,6 +55,16 @@ def show(renderable: RenderableType, file: IO[str] | None) -> None:
     else:
         name = getattr(file, "encoding", None) or "utf-8"
         write_text((to_text(renderable) + "\n").encode(name, "replace").decode(name), file)
+
+
+def print_result(
+    as_json: bool, document: Callable[[], dict[str, Any]], text: Callable[[], RenderableType]
+) -> None:
+    """Print a result on standard output: its document as JSON, or its text."""
+    if as_json:
+        write_json(document(), sys.stdout)
+    else:
+        show(text(), sys.stdout)
 
 
 def write_json(document: dict[str, Any], file: IO[str] | None) -> None:

@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from penstock import __version__
 from penstock.cli import notes
-from penstock.cli.command import add_common, formatter, size
+from penstock.cli.command import new_parser, size
 from penstock.cli.output import (
     drop_output_if_full,
     report,
@@ -96,14 +96,15 @@ _HUGE_PAGES: Final = "THP_MEM_ALLOC_ENABLE"
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``penstock run``."""
-    made = argparse.ArgumentParser(
-        prog="penstock run",
-        usage="penstock run [options] (script.py | -m module) [args ...]",
-        description="Run a script in this process, as `python script.py args` would, and keep the tensors"
+    made = new_parser(
+        "run",
+        "Run a script in this process, as `python script.py args` would, and keep the tensors"
         " that\nautograd saves within a memory budget. Prints a summary on standard error at the end.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
+        usage="penstock run [options] (script.py | -m module) [args ...]",
+        execute=execute,
+        json_help="print the summary as JSON on standard output; the script's output there goes to"
+        " standard error",
     )
     for name, metavar, text in _OPTIONS:
         made.add_argument(name, metavar=metavar, type=size, help=text)
@@ -173,11 +174,6 @@ def parser() -> argparse.ArgumentParser:
         help="number of files of the rotated log (default: 8)",
     )
     made.add_argument("--channel", help=argparse.SUPPRESS)  # of a manager of jobs
-    add_common(
-        made,
-        json_help="print the summary as JSON on standard output; the script's output there goes to"
-        " standard error",
-    )
     made.add_argument(
         "-m",
         dest="module",
