@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import xxhash
 
-from penstock.checkpoint.values import DTYPES, MAX_DEPTH, FormError, Json, whole
+from penstock.checkpoint.values import DTYPES, MAX_DEPTH, FormError, Json, items_of, whole
 from penstock.core.files import parse_json
 from penstock.core.units import KIB, MIB
 
@@ -106,8 +106,7 @@ class TensorEntry:
         """Bytes of memory from its first element to its last."""
         if self.strides is None or not self.nbytes:
             return self.nbytes
-        reach = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
-        return (reach + 1) * DTYPES[self.dtype].itemsize
+        return extent_bytes(self.shape, self.strides, DTYPES[self.dtype].itemsize)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,6 +264,12 @@ def _check_places(manifest: Manifest) -> None:
             raise FormError(f"{one[3]!r} and {other[3]!r} overlap")
 
 
+def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return the bytes of memory from a tensor's first element to its last; no size may be 0."""
+    reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    return (reach + 1) * itemsize
+
+
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether elements lie in memory without gaps or overlaps, in any order."""
     expected = 1
@@ -330,7 +335,7 @@ def _file_from(entry: Mapping[str, Json]) -> FileEntry:
     return FileEntry(
         name=_text(entry.get("name")),
         nbytes=whole(entry.get("nbytes")),
-        sums=tuple(_text(each) for each in _list(entry.get("sums"))),
+        sums=tuple(_text(each) for each in items_of(entry.get("sums"))),
     )
 
 
@@ -354,8 +359,8 @@ def _tensor_from(entry: Mapping[str, Json]) -> TensorEntry:
     return TensorEntry(
         name=_text(entry.get("name")),
         dtype=_text(entry.get("dtype")),
-        shape=tuple(whole(each) for each in _list(entry.get("shape"))),
-        strides=None if strides is None else tuple(whole(each) for each in _list(strides)),
+        shape=tuple(whole(each) for each in items_of(entry.get("shape"))),
+        strides=None if strides is None else tuple(whole(each) for each in items_of(strides)),
         file=-1 if is_view else whole(entry.get("file")),
         offset_bytes=0 if is_view else whole(entry.get("offset")),
         owner=whole(entry.get("owner")) if is_view else -1,
@@ -368,10 +373,4 @@ def _tensor_from(entry: Mapping[str, Json]) -> TensorEntry:
 def _text(value: Json) -> str:
     if not isinstance(value, str):
         raise FormError(f"{str(value)[:40]!r} stands where a string must")
-    return value
-
-
-def _list(value: Json) -> list[Json]:
-    if not isinstance(value, list):
-        raise FormError(f"{str(value)[:40]!r} stands where an array must")
     return value

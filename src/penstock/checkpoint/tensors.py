@@ -1,18 +1,17 @@
-"""Tensors of a state that is saved: each memory once, and its place in a file of safetensors.
+"""Tensors of a state to be saved: each memory once, and its place in a safetensors file.
 
 [Note: shared memory]
-    Tied weights are one tensor under two keys, and a flat buffer may be there beside views of it. A
-    tensor that lies within another of the state, which is contiguous, is no *owner*: it is described
-    as a view of that one and has no bytes of its own. Two that overlap in part are both owners, for
-    then neither's bytes do for the other.
+    Tied weights are one tensor under two keys, and a state may have a flat buffer beside views of it. A
+    tensor that lies within a contiguous one of the state is no *owner*: it is described as a view of
+    that one and has no bytes of its own. Two that overlap in part are both owners, as neither contains
+    the other's bytes.
 
 [Note: packing]
-    A part of the state (a key of its top level) has files of its own, so that a part that did not change
-    can be kept as it is; what training leaves as it is lies apart for the same reason; small parts
-    share. In a file, tensors whose length is a multiple of 64 bytes come first, then the
-    others, the longest elements first: so all are aligned, though the format allows no gap between two
-    tensors. The header is filled up with spaces, as the format allows, so that tensors begin at a
-    multiple of 4096.
+    A part of the state (a key of its top level) has files of its own, so that an unchanged part can be
+    kept; frozen parameters lie apart for the same reason; small parts share files. In a file, tensors
+    whose length is a multiple of 64 bytes come first, then the others, the longest elements first: so all
+    are aligned, though the format allows no gaps. The header is padded with spaces, as the format allows,
+    so that tensors begin at a multiple of 4096.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.checkpoint.manifest import TensorEntry, is_dense
+from penstock.checkpoint.manifest import TensorEntry, extent_bytes, is_dense
 from penstock.checkpoint.regions import Fixed, Region, await_devices, region_of
 from penstock.checkpoint.stateful import frozen_in, plain_state
 from penstock.checkpoint.values import DTYPES, Json, Path, encode, name_of, shown
@@ -122,7 +121,7 @@ def _unfit(path: Path, what: str, advice: str) -> CheckpointError:
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Alike for tensors that are the same memory in the same way; all empty ones are alike."""
+    """Return a key that is equal for tensors with the same memory and form; all empty ones are equal."""
     if not tensor.numel():
         return (None,)
     bits = tensor.is_conj(), tensor.is_neg()
@@ -145,14 +144,14 @@ def _unique(paths: Sequence[Path]) -> list[str]:
 
 
 def _owners(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """See [Note: shared memory]."""
+    """Return each tensor's owner, or -1, and its offset there; see [Note: shared memory]."""
     found = [(-1, 0)] * len(tensors)
     for members in _by_storage(tensors):
         spans = []
         for index in members:
             tensor = tensors[index]
             start = tensor.data_ptr()
-            end = start + extent_bytes(tensor)
+            end = start + extent_bytes(tensor.shape, tensor.stride(), tensor.element_size())
             spans.append((start, -end, not tensor.is_contiguous(), index))
         owner, end = -1, 0
         for start, minus_end, _, index in sorted(spans):
@@ -170,12 +169,6 @@ def _by_storage(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
             key = tensor.device, tensor.untyped_storage().data_ptr()
             groups.setdefault(key, []).append(index)
     return (members for members in groups.values() if len(members) > 1)
-
-
-def extent_bytes(tensor: torch.Tensor) -> int:
-    """From its first to past its last element, in memory; strides are never negative."""
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()
 
 
 FILE_BYTES: Final = 256 * MIB
