@@ -48,7 +48,7 @@ from penstock.checkpoint.manifest import FileEntry, TensorEntry
 from penstock.checkpoint.reader import OpenCheckpoint
 from penstock.checkpoint.regions import Region
 from penstock.checkpoint.streams import Buffers
-from penstock.checkpoint.tensors import Leaves, pack
+from penstock.checkpoint.tensors import Leaves, Prepared, pack
 from penstock.checkpoint.values import DTYPES, FormError, Json, Path, decode, encode, shown, whole
 from penstock.checkpoint.writer import FilesWriter
 from penstock.core.errors import CheckpointError, DamagedError
@@ -145,16 +145,13 @@ class DcpWriter(StorageWriter):
             prefix=plan.storage_data,
             file_bytes=self._store.file_bytes,
         )
-        hidden = self._store.disk.open(self._store.hidden_path(self._path))
-        with hidden, Buffers(self._store.block_bytes) as buffers:
-            writer = FilesWriter(self._store.disk, hidden, buffers)
-            try:
-                for each in plans:
-                    writer.add(each.name, each.nbytes, each.regions(leaves.tensors))
-                writer.finish()
-            except BaseException:
-                writer.abandon()
-                raise
+        prepared = Prepared(None, leaves.tensors, entries, plans)
+        with (
+            self._store.disk.open(self._store.hidden_path(self._path)) as hidden,
+            FilesWriter(self._store.disk, hidden, Buffers(self._store.block_bytes)) as writer,
+        ):
+            writer.write_all(prepared, [each.regions(leaves.tensors) for each in plans])
+            writer.finish()
         results: list[WriteResult] = []
         for item, number, document in zip(plan.items, numbers, documents, strict=True):
             entry = entries[number] if number >= 0 else None
@@ -182,7 +179,7 @@ class DcpWriter(StorageWriter):
                     tensors.append(replace(stored.entry, file=stored.entry.file + first))
         document = {_KEY: _describe(metadata, places, values)}
         try:
-            self._store.publish(self._path, tuple(files), _without_twins(tensors), document)
+            self._store.publish(self._path, files, _without_twins(tensors), document)
         except BaseException as error:
             self._let_go(error)
             raise

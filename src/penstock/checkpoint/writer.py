@@ -27,7 +27,7 @@ from penstock.checkpoint.manifest import FRAME_BYTES, FileEntry, TensorEntry, bl
 from penstock.checkpoint.reader import OpenCheckpoint
 from penstock.checkpoint.regions import Region
 from penstock.checkpoint.streams import BlockWrites, Buffers, OutputFile, Regions, digest, fill
-from penstock.checkpoint.tensors import FilePlan, header_of
+from penstock.checkpoint.tensors import FilePlan, Prepared, header_of
 from penstock.codec.base import HEADER_BYTES, Bytes
 from penstock.core.errors import CheckpointError, PenstockError
 from penstock.core.threads import in_thread
@@ -293,7 +293,9 @@ class Watcher(Protocol):
 
 
 class FilesWriter:
-    """Writes data files into a directory. Not thread-safe; ``abandon`` it if anything raises.
+    """Writes data files into a directory. Not thread-safe.
+
+    As a context manager it cancels what is in flight if the block raises.
 
     Attributes:
         entries: Entries of the files, complete after ``finish``.
@@ -316,7 +318,7 @@ class FilesWriter:
         Args:
             disk: Changes the directory.
             directory: The directory.
-            buffers: Memory for blocks, which have the length of the checkpoint's blocks.
+            buffers: Memory for blocks of the checkpoint's length; this closes it.
             base: An earlier checkpoint.
             watcher: Observer of the writes.
             spare: Names of files in the directory that may be overwritten.
@@ -335,26 +337,50 @@ class FilesWriter:
         self._open: list[OutputFile] = []
         self._early: dict[str, DirectFile] = {}
 
-    def expect(self, name: str, nbytes: int) -> None:
-        """Create a file early, while nothing is in flight: a journal is slow beside many writes.
+    def __enter__(self) -> FilesWriter:
+        return self
 
-        Raises TransferError, or NoSpaceError.
-        """
-        if self._base is None and len(self._early) < _MOST_OPEN:
-            self._early[name] = self._create(name, nbytes)
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._abandon()
+        finally:
+            self._out.buffers.close()
 
-    def add(self, name: str, nbytes: int, regions: Regions) -> FileEntry:
-        """Write a file; it is on the device only after ``finish``.
+    def write_all(
+        self,
+        prepared: Prepared,
+        regions: Sequence[Regions],
+        encoder: Encoder | None = None,
+    ) -> list[TensorEntry]:
+        """Write all files of a state; they are on the device only after ``finish``.
 
         Args:
-            name: Name of the file.
-            nbytes: Its length.
-            regions: Its contents, without a gap.
+            prepared: The state.
+            regions: Contents of each file, without a codec.
+            encoder: Makes frames of tensors.
+
+        Returns:
+            Entries of the tensors.
 
         Raises:
-            TransferError: It cannot be created or written.
+            TransferError: A file cannot be created or written.
             CheckpointError: A tensor was changed meanwhile.
         """
+        entries = list(prepared.entries)
+        if encoder is None and self._base is None:
+            for plan in prepared.plans[:_MOST_OPEN]:  # now: a journal is slow beside many writes
+                self._early[plan.name] = self._create(plan.name, plan.nbytes)
+        for plan, each in zip(prepared.plans, regions, strict=True):
+            if encoder is None:
+                self._add(plan.name, plan.nbytes, each)
+                continue
+            body = EncodedBody(plan, entries, each, encoder)
+            self._add_encoded(plan.name, plan.nbytes, body)
+            for index, entry in body.entries.items():
+                entries[index] = entry
+        return entries
+
+    def _add(self, name: str, nbytes: int, regions: Regions) -> None:
         base = self._base_entry(name)
         if base is not None and base.nbytes != nbytes:
             base = None
@@ -391,20 +417,15 @@ class FilesWriter:
         if blocks.file is None and not self.link(name):
             make(len(blocks))
         self._released(number, nbytes)
-        return self._added(FileEntry(name=name, nbytes=nbytes, sums=blocks.sums), blocks)
+        self._added(FileEntry(name=name, nbytes=nbytes, sums=blocks.sums), blocks)
 
-    def add_encoded(self, name: str, plain_bytes: int, body: EncodedBody) -> FileEntry:
-        """Write a file with encoded tensors, as ``add``.
-
-        Args:
-            name: Name of the file.
-            plain_bytes: Its length without a codec.
-            body: Its content.
-        """
+    def _add_encoded(self, name: str, plain_bytes: int, body: EncodedBody) -> None:
+        """Write a file with encoded tensors, which without a codec has ``plain_bytes``."""
         base, number = self._base_entry(name), len(self.entries)
         if base is not None and agrees(body, self._out, base) and self.link(name):
             self._released(number, plain_bytes)
-            return self._added(base)
+            self._added(base)
+            return
         blocks = _StreamedBlocks(self._out, name, None, body.header_bytes)
         blocks.file = self.make(name, body.most_bytes)
         try:
@@ -416,8 +437,7 @@ class FilesWriter:
             blocks.close()
         blocks.file.nbytes = blocks.nbytes
         self._released(number, plain_bytes)
-        entry = FileEntry(name=name, nbytes=blocks.nbytes, sums=blocks.sums)
-        return self._added(entry, blocks)
+        self._added(FileEntry(name=name, nbytes=blocks.nbytes, sums=blocks.sums), blocks)
 
     def make(self, name: str, nbytes: int) -> OutputFile:
         """Return a new file, a spare one, or the one that was created early. Raises TransferError."""
@@ -449,7 +469,7 @@ class FilesWriter:
         for each in begun:
             each.result()
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Cancel what is in flight and close all files, whatever is in them. Idempotent."""
         self._out.cancel()
         wait([each.synced for each in self._open if each.synced is not None])
@@ -483,7 +503,7 @@ class FilesWriter:
             return False
         return self._disk.clone(source, file)
 
-    def _added(self, entry: FileEntry, blocks: FileBlocks | None = None) -> FileEntry:
+    def _added(self, entry: FileEntry, blocks: FileBlocks | None = None) -> None:
         self.entries.append(entry)
         if entry.name in self._reused:
             self.reused_bytes += entry.nbytes
@@ -494,4 +514,3 @@ class FilesWriter:
         while len(self._open) > _MOST_OPEN:
             self._out.wait_for(self._open[0])
             self._open.pop(0)
-        return entry

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from penstock.checkpoint.api import CheckpointStore
+from penstock.checkpoint.api import verify
 from penstock.checkpoint.listing import listing, spare_bytes, steps_in
 from penstock.checkpoint.manifest import FILE_NAME, VERSION
 from penstock.checkpoint.reader import OpenCheckpoint
@@ -164,7 +164,7 @@ def _check_is_one(path: str) -> None:
 def _verify(options: argparse.Namespace) -> int:
     for path in options.path:
         _check_is_one(path)
-    found = [CheckpointStore().verify(path) for path in options.path]
+    found = [verify(path) for path in options.path]
     if options.json:
         write_json(
             {"schema": 1, "checkpoints": [{**asdict(each), "ok": each.ok} for each in found]},

@@ -34,10 +34,10 @@ ENTRY_BYTES: Final = 1 << 20
 _SURCHARGE: Final = 1.1
 """Head-room when more memory is advised: not all of it goes to the read memory."""
 _MOST_OPEN: Final = 256
-GROUP_PART: Final = 7
+GROUP_PART: Final = 6
 """Groups that fit the read memory, unless one batch is longer: a batch in use keeps its group, and others
 are read meanwhile."""
-LENT_PART: Final = 6
+LENT_PART: Final = 5
 """Groups, blocks and gaps included, that must fit for batches to be lent."""
 
 

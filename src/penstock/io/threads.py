@@ -70,11 +70,12 @@ class _Queue(Queue):
     ``close`` can be collected, which stops them.
     """
 
-    def __init__(self, piece_bytes: int, syscalls: Syscalls) -> None:
+    def __init__(self, piece_bytes: int, syscalls: Syscalls, name: str) -> None:
         self._wake = condition()
         super().__init__(self._wake)
         self.piece_bytes = piece_bytes
         self._syscalls = syscalls
+        self._name = name
         self._threads: list[threading.Thread] = []
         self._workers = 0  # threads that are started, or about to be
         self._idle = 0
@@ -138,7 +139,7 @@ class _Queue(Queue):
 
     def _start_threads(self, count: int) -> None:
         for started in range(count):
-            name = f"penstock-io-{len(self._threads)}"
+            name = f"{self._name}-{len(self._threads)}"
             thread = threading.Thread(target=_work, args=(self,), name=name, daemon=True)
             try:
                 thread.start()
@@ -178,6 +179,7 @@ class ThreadEngine(Engine):
         piece_bytes: int | None = None,
         *,
         syscalls: Syscalls | None = None,
+        name: str = "penstock-io",
     ) -> None:
         """Make an engine; no thread is started yet.
 
@@ -186,6 +188,7 @@ class ThreadEngine(Engine):
             piece_bytes: The longest single transfer, a multiple of 4096; ``knobs.io_piece_bytes()``
                 if None.
             syscalls: Calls that move a piece; those of the operating system if None.
+            name: Beginning of its threads' names.
         """
         workers = knobs.io_threads() if threads is None else threads
         piece = knobs.io_piece_bytes() if piece_bytes is None else piece_bytes
@@ -196,7 +199,7 @@ class ThreadEngine(Engine):
                 f"I/O pieces of {piece} bytes are not a positive multiple of {MAX_GRANULE_BYTES}"
             )
         self._spec = EngineSpec(name="threads", workers=workers, piece_bytes=piece)
-        self._queue = _Queue(piece, Syscalls() if syscalls is None else syscalls)
+        self._queue = _Queue(piece, Syscalls() if syscalls is None else syscalls, name)
         weakref.finalize(self, _abandon, self._queue).atexit = False
 
     @property

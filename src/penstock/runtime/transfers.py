@@ -472,8 +472,14 @@ class Reads:
             self.ahead(saved, again=saved.pending <= 0)
             return
         needed = transfers.mover.charge_bytes(saved.ticket)
-        if not self._eviction.make(needed, name=saved.label, of_pass=saved.of_pass, saved=saved):
-            transfers.fetch(saved, Priority.DEMAND, force=True)
+        try:
+            if not self._eviction.make(
+                needed, name=saved.label, of_pass=saved.of_pass, saved=saved
+            ):
+                transfers.fetch(saved, Priority.DEMAND, force=True)
+        except BudgetError:
+            if not transfers.fetch(saved, Priority.DEMAND):  # others may have freed memory since
+                raise
 
     def ahead(self, saved: SavedStorage, *, again: bool) -> None:
         """Begin to read what is needed after ``saved``, as far as the window allows.

@@ -24,7 +24,7 @@ from penstock.core.fs import check_directories, check_space, sync_directory
 from penstock.core.locks import Lock
 from penstock.core.process import release_in_child
 from penstock.core.units import round_up
-from penstock.io.engine import Engine, Op, Priority, Request, Transfer
+from penstock.io.engine import Engine, File, Op, Priority, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, DirectFile, open_path, open_unlinked
 from penstock.observe.recorder import Recorder
 from penstock.store.base import Tier, TierSpec
@@ -42,7 +42,7 @@ UNIT_BYTES: Final = MAX_GRANULE_BYTES
 class FilePlace(Protocol):
     """Place of bytes in files."""
 
-    def ranges(self, nbytes: int) -> Iterator[tuple[DirectFile, int, int]]:
+    def ranges(self, nbytes: int) -> Iterator[tuple[File, int, int]]:
         """Yield file, offset and length of each part of ``nbytes``, in the order of memory."""
 
 
@@ -78,7 +78,7 @@ class FileTier(Tier):
     def _move(
         self,
         op: Op,
-        ranges: Iterable[tuple[DirectFile, int, int]],
+        ranges: Iterable[tuple[File, int, int]],
         address: int,
         keep_alive: object,
         priority: Priority,
