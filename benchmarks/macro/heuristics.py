@@ -13,7 +13,6 @@ All sides of a workload must have the same losses and end with the same weights,
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -182,11 +181,10 @@ class Run:
 def main() -> None:
     args = parse()
     if args.table:
-        print(table(json.loads((_results.RESULTS / f"{NAME}.json").read_text())["figures"]))
+        print(table(_results.earlier(NAME)))
         return
     _results.warn_if_busy()
-    earlier = _results.RESULTS / f"{NAME}.json"
-    results = json.loads(earlier.read_text())["figures"] if earlier.exists() else {}
+    results = _results.earlier(NAME)
     for name in args.workloads:
         results[name] = measure(name, args)
         if not args.quick:
