@@ -187,7 +187,9 @@ EARLY = {
     },
     "runtime/executor.py": {
         ("Executor._admit", "what is saved leaves before it is complete"): {
-            "self.completion.wait(action)": "action(True)"
+            "self.completion.wait(partial(self._complete, saved, sign_only), storage.device)": (
+                "self._complete(saved, sign_only, True)"
+            )
         },
         ("Executor.save", "what is kept leaves before it is complete"): {
             "self.completion.wait(partial(self._complete, saved, sign_only))": (
@@ -197,10 +199,10 @@ EARLY = {
     },
     "hooks/saved_tensors.py": {
         ("SavedTensorHooks.when_complete", "what is saved is read before it is complete"): {
-            "        completion.wait(act)": "        act(True)"
+            "        completion.wait(act, tensor.device)": "        act(True)"
         },
         ("SavedTensorHooks._pack_span", "a part is copied out before it is complete"): {
-            "            self._completion.wait(action)": "            action(True)"
+            "            self._completion.wait(action, tensor.device)": "            action(True)"
         },
     },
     "runtime/digests.py": {

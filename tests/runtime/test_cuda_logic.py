@@ -518,12 +518,12 @@ def test_targets_are_charged_until_they_die():
     ticket = rig.spill(1, NBYTES, rig.host_tier)
     rig.settle()
     storage = rig.restored(ticket)
-    assert rig.mover.used_bytes() == rig.budget.used_by(RESTORED) == NBYTES
+    assert rig.mover.used_bytes(rig.budget) == rig.budget.used_by(RESTORED) == NBYTES
     assert rig.mover.allocate(ticket) is None
     beyond = rig.mover.allocate(ticket, force=True)
-    assert rig.mover.used_bytes() == 2 * NBYTES == 2 * rig.mover.target_bytes(ticket)
+    assert rig.mover.used_bytes(rig.budget) == 2 * NBYTES == 2 * rig.mover.target_bytes(ticket)
     del storage, beyond
-    assert rig.mover.used_bytes() == 0
+    assert rig.mover.used_bytes(rig.budget) == 0
     rig.close()
 
 
@@ -535,7 +535,7 @@ def test_a_device_without_memory_is_like_a_full_budget_unless_forced(rig):
     assert rig.counters()["device.out_of_memory"] == 1
     with pytest.raises(torch.OutOfMemoryError):
         rig.mover.allocate(ticket, force=True)
-    assert rig.mover.used_bytes() == 0
+    assert rig.mover.used_bytes(rig.budget) == 0
 
 
 def test_an_unused_target_is_held_until_its_copy_has_landed_and_a_used_one_is_not(rig):
@@ -546,9 +546,9 @@ def test_an_unused_target_is_held_until_its_copy_has_landed_and_a_used_one_is_no
         if is_used:
             rig.mover.use(storage)
         del storage
-        assert rig.mover.used_bytes() == (0 if is_used else NBYTES)
+        assert rig.mover.used_bytes(rig.budget) == (0 if is_used else NBYTES)
         rig.settle()
-        assert rig.mover.used_bytes() == 0
+        assert rig.mover.used_bytes(rig.budget) == 0
 
 
 def test_a_demand_overtakes_prefetches_that_wait_for_a_buffer():
@@ -613,10 +613,10 @@ def test_making_room_waits_for_what_was_read_ahead_and_given_up():
     target, _ = rig.fetch(ticket)
     rig.mover.drop(target)
     del target
-    assert rig.mover.used_bytes() == NBYTES
+    assert rig.mover.used_bytes(rig.budget) == NBYTES
     threading.Timer(0.05, gate.set).start()
     assert rig.mover.trim(1) == NBYTES
-    assert rig.mover.used_bytes() == 0
+    assert rig.mover.used_bytes(rig.budget) == 0
     rig.mover.close()
 
 
@@ -943,7 +943,7 @@ def test_an_interrupt_in_the_middle_of_a_copy_frees_nothing_too_early(rig):
     rig.mover.drop(target)
     del target
     rig.mover.discard(rig.host_tier, ticket)
-    assert rig.mover.used_bytes() == rig.host.used_bytes == NBYTES
+    assert rig.mover.used_bytes(rig.budget) == rig.host.used_bytes == NBYTES
     rig.settle()
     gc.collect()  # the interrupt's frames
     check_all_given_back(rig)

@@ -111,7 +111,6 @@ class CudaMover(Mover):
         self._guard = fork_guard()
         self._closed = False
         self._link = link
-        self._budget = budget
         self._slabs = [slab for slab in (host, staging) if slab is not None]
         self._lock = Lock()
         self._table = StreamTable(link, self._lock)
@@ -310,9 +309,9 @@ class CudaMover(Mover):
         """The storage's bytes; what torch rounds them up to is not counted."""
         return ticket.nbytes
 
-    def used_bytes(self) -> int:
+    def used_bytes(self, budget: Account) -> int:
         """Return the bytes of restored storages that are alive."""
-        return self._budget.used_by(RESTORED)
+        return budget.used_by(RESTORED)
 
     def measure(self) -> tuple[float, float]:
         """Bytes per second from the device to pinned memory, and back; the better of two rounds.
