@@ -42,7 +42,7 @@ from penstock.lab import zoo
 from penstock.observe import Stage
 from penstock.plan import Action, Decision, Machine
 from penstock.runtime.active_orders import ActiveOrders
-from penstock.runtime.orders import DefaultRule, Orders
+from penstock.runtime.orders import DefaultRule
 from penstock.store import ThrottledTier
 
 NAME: Final = Path(__file__).stem
@@ -71,11 +71,6 @@ def _kept(rule: DefaultRule, key: Any, **state: Any) -> Decision:
 OFF: Final[dict[str, Callable[[], list[Any]]]] = {
     "shortage": lambda: [
         mock.patch.object(ActiveOrders, "fallback_encoding", _nothing),
-        mock.patch.object(Orders, "exceeds_plan", _no),
-    ],
-    "shortage before a refusal": lambda: [
-        mock.patch.object(ActiveOrders, "_fall_short", _nothing),
-        mock.patch.object(Orders, "exceeds_plan", _no),
     ],
     "guesses": lambda: [mock.patch.object(DefaultRule, "decide", _kept)],
     "crowded sampling": lambda: [mock.patch.object(DefaultRule, "crowds", _no)],
@@ -120,7 +115,6 @@ def _sizes(batch: int, *sizes: int) -> tuple[tuple[int, dict[str, Any]], ...]:
 STEADY: Final = ("recipes", "sign proofs", "heap restore")
 TIGHT: Final = (
     "shortage",
-    "shortage before a refusal",
     "guesses",
     "crowded sampling",
 )

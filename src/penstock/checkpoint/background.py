@@ -372,16 +372,19 @@ def _pieces(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 
 def steady_in(
-    optimizers: Sequence[torch.optim.Optimizer], private: Sequence[torch.Tensor]
+    optimizers: Sequence[torch.optim.Optimizer], private: Sequence[object]
 ) -> frozenset[int]:
-    """Addresses of storages that change in steps of the optimizers only, or that nobody else has."""
-    found = {_storage(each) for each in private}
+    """Return addresses of storages that change in the optimizers' steps only, or that nothing else has.
+
+    Args:
+        optimizers: The optimizers.
+        private: Tensors that nothing else has, and other values.
+    """
+    found = list(private)
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            found.update(_storage(each) for each in group["params"])
-        for state in optimizer.state.values():
-            found.update(_storage(v) for v in state.values() if isinstance(v, torch.Tensor))
-    return frozenset(found)
+        found += (each for group in optimizer.param_groups for each in group["params"])
+        found += (each for state in optimizer.state.values() for each in state.values())
+    return frozenset(_storage(each) for each in found if isinstance(each, torch.Tensor))
 
 
 def _storage(tensor: torch.Tensor) -> int:

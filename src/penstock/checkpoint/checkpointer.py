@@ -33,7 +33,7 @@ from penstock.checkpoint.staging import (
     remove_leftovers,
     retire,
 )
-from penstock.checkpoint.stateful import frozen_in, optimizers_in, tensors_in
+from penstock.checkpoint.stateful import frozen_in, optimizers_in, parts_of
 from penstock.checkpoint.streams import BUFFERS_BYTES, count_within
 from penstock.checkpoint.tensors import Prepared
 from penstock.checkpoint.values import Json
@@ -430,7 +430,7 @@ class Checkpointer:
         saving = Saving(
             prepared,
             write,
-            steady=steady_in(optimizers, [*tensors_in(private), *frozen_in(state)]),
+            steady=steady_in(optimizers, [*parts_of(private), *frozen_in(state)]),
             optimizers=optimizers,
             copies_bytes=self._copies_bytes,
         )

@@ -92,6 +92,25 @@ class Ticket:
     discarded: bool = False
 
 
+def check_readable(ticket: Any, spec: TierSpec) -> None:
+    """Raise ConfigError if a ticket was discarded, or is not written, or that has failed.
+
+    Args:
+        ticket: A :class:`Ticket`, or another claim with its ``label``, ``written`` and ``discarded``.
+        spec: The spec of its tier.
+    """
+    written = ticket.written
+    if ticket.discarded:
+        problem = "after it was discarded"
+    elif not written.done:
+        problem = "before it was written; wait for ticket.written first"
+    elif written.error is not None:
+        problem = f"although writing it failed ({written.error!r})"
+    else:
+        return
+    raise ConfigError(f"{ticket.label}: read from tier {spec.name} {problem}")
+
+
 class Tier(ABC):
     """A memory that holds spilled bytes. Thread-safe. Unusable in a forked child."""
 
@@ -410,7 +429,7 @@ class Tier(ABC):
             if self._closed:
                 raise ClosedError(f"tier {self.spec.name} ({self.spec.where}) is closed")
             if ticket is not None:
-                self._check_readable(ticket)
+                check_readable(ticket, self.spec)
                 ticket.in_flight += 1
             self._in_flight += 1
 
@@ -422,18 +441,6 @@ class Tier(ABC):
             self._in_flight -= 1
             if not self._in_flight:
                 self._lock.notify_all()
-
-    def _check_readable(self, ticket: Ticket) -> None:
-        written = ticket.written
-        if ticket.discarded:
-            problem = "after it was discarded"
-        elif not written.done:
-            problem = "before it was written; wait for ticket.written first"
-        elif written.error is not None:
-            problem = f"although writing it failed ({written.error!r})"
-        else:
-            return
-        raise ConfigError(f"{ticket.label}: read from tier {self.spec.name} {problem}")
 
     def _note_level(self) -> None:
         if self.spec.kind == "flash":  # host memory is on its budget's line already
