@@ -296,7 +296,7 @@ def spread(samples, total, batch):
 def device(folder, size, seconds, sequential):
     """What the kernel delivers to one thread, in whole epochs, as ``measure`` has them from a loader.
 
-    The queue is as deep as that of the engine: as many bytes, or as many reads, as it has in flight. It is
+    The queue is as deep as that of the engine, which has as many bytes, or reads, in flight. It is
     empty when an epoch begins, and empties at its end. Both rates are without the time to the first batch
     of an epoch, whose bytes are not counted either.
     """

@@ -168,9 +168,9 @@ def test_the_target_is_charged_as_any_other(rig):
     assert isinstance(encoded, EncodedTicket)
     for ask in (rig.mover.target_bytes, rig.mover.charge_bytes):
         assert ask(plain) == ask(encoded)
-    before = rig.mover.used_bytes()
+    before = rig.mover.used_bytes(rig.budget)
     target = rig.mover.allocate(encoded)
-    assert rig.mover.used_bytes() == before + target.block.nbytes
+    assert rig.mover.used_bytes(rig.budget) == before + target.block.nbytes
     assert target.block.nbytes == rig.mover.target_bytes(encoded)
     rig.mover.drop(target)
     assert rig.mover.trim(1 << 40) == rig.mover.charge_bytes(encoded)

@@ -12,6 +12,7 @@ from penstock.observe.recorder import Recorder
 from penstock.runtime import eviction
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.eviction import Eviction
+from penstock.runtime.orders import Orders
 from penstock.runtime.table import SAVED, StorageTable
 from penstock.store.account import Account
 
@@ -34,6 +35,7 @@ class Rig:
             writing=1,
             writing_bytes=4 * MIB,
             write_ns_per_byte=write_ns_per_byte,
+            active=SimpleNamespace(orders=Orders()),
             mover=SimpleNamespace(
                 trim=self.trim, retouch_ns=lambda nbytes: touch_ns_per_byte * nbytes
             ),

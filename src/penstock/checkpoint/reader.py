@@ -1,4 +1,4 @@
-"""Checkpoints that are there: opened, believed in nothing, read and proven block by block."""
+"""Reading of checkpoints, which are not trusted: each block is checked before it is used."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class OpenCheckpoint:
     """A checkpoint open for reading.
 
     Attributes:
-        path: Its directory.
-        manifest: What it says of itself; every file is there, and as long as it says.
+        path: Path of its directory.
+        manifest: Its manifest; each file exists and has the length in it.
         directory: Its directory, open.
     """
 
     def __init__(self, path: str, disk: Disk | None = None) -> None:
-        """Read its manifest, and look at its files.
+        """Read the manifest, and check that the files exist.
 
         Raises:
             CheckpointError: There is no checkpoint.
-            DamagedError: It is torn or damaged; says which file.
+            DamagedError: It is torn or damaged; names the file.
             TransferError: It cannot be read.
         """
         self.path = path
@@ -83,7 +83,7 @@ class OpenCheckpoint:
         self.directory.close()
 
     def file(self, index: int) -> DirectFile:
-        """A data file, open. Raises DamagedError, or TransferError."""
+        """Return a data file, open. Raises DamagedError, or TransferError."""
         found = self._files.get(index)
         if found is None:
             name = self.manifest.files[index].name
@@ -187,7 +187,7 @@ class OpenCheckpoint:
                 window.begin(block, partial(self._begin, buffers, block))
 
     def verify(self, *, engine: Engine | None = None) -> list[DamagedError]:
-        """Read all of it, and decode what is encoded; what is damaged, a file at a time.
+        """Read everything and decode encoded tensors; return the first damage of each file.
 
         Raises TransferError.
         """
@@ -211,7 +211,7 @@ class OpenCheckpoint:
         return buffers.move("read", self.file(index), offset, nbytes, memory, priority=priority)
 
     def _close_before(self, index: int) -> None:
-        """Of thousands of files, not all can be open."""
+        """Close earlier files: of thousands, not all can be open."""
         for each in [each for each in self._files if each < index]:
             self._close_file(each)
 
@@ -263,7 +263,7 @@ class OpenCheckpoint:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names of many."""
+    """Return the first names of many."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
@@ -283,7 +283,7 @@ def _unreadable(error: OSError) -> str:
 
 
 def _say_if_lost(error: OSError, path: str) -> None:
-    """Raises DamagedError if the device has lost a part of the checkpoint."""
+    """Raise DamagedError if the device has lost a part of the checkpoint."""
     if error.errno in _LOST:
         raise DamagedError(f"{path!r} {_unreadable(error)}; {_ADVICE}", path=path) from error
 
@@ -332,7 +332,7 @@ def _small_file(directory_fd: int) -> bytes:
 
 
 def _touched(regions: Iterable[tuple[int, Region]], block_bytes: int) -> Iterable[int]:
-    """Numbers of the blocks that some regions lie in."""
+    """Return the numbers of the blocks that some regions lie in."""
     spans = [(start, start + region.nbytes) for start, region in regions if region.nbytes]
     wanted = set[int]()
     for start, end in spans:
@@ -345,9 +345,9 @@ class Health:
     """Result of ``verify``.
 
     Attributes:
-        path: Of the checkpoint.
-        nbytes: Of its data.
-        damage: What is wrong, in words; empty: it is whole.
+        path: Path of the checkpoint.
+        nbytes: Bytes of its data.
+        damage: Descriptions of damage; empty if it is whole.
     """
 
     path: str
@@ -356,5 +356,5 @@ class Health:
 
     @property
     def ok(self) -> bool:
-        """Return whether all of it is what was written."""
+        """Return whether all of it is as it was written."""
         return not self.damage

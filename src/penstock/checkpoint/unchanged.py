@@ -20,12 +20,12 @@ class Place:
     """A tensor whose bytes a checkpoint has.
 
     Attributes:
-        name: Its name there.
-        tensor: It.
-        path: The data file.
-        offset_bytes: Where in the file it begins.
-        nbytes: How long it is.
-        codec: What it is encoded with there; empty: it lies there as it is.
+        name: Its name in the checkpoint.
+        tensor: The tensor.
+        path: Path of the data file.
+        offset_bytes: Its offset in the file.
+        nbytes: Its length.
+        codec: Its codec there; empty if it is stored as it is.
     """
 
     name: str
@@ -37,14 +37,13 @@ class Place:
 
 
 def places(where: str, manifest: Manifest, prepared: Prepared) -> list[Place]:
-    """The tensors of a state that a checkpoint has.
+    """Return the tensors of a state that a checkpoint has: those whose blocks are all the same.
 
-    Those that lie in blocks which are what it has; of a file with encoded tensors all, or none: where
-    one begins depends on all before it.
+    Of a file with encoded tensors these are all or none: the place of each depends on those before it.
 
     Args:
-        where: The checkpoint.
-        manifest: What it says of itself.
+        where: Path of the checkpoint.
+        manifest: Its manifest.
         prepared: The state.
     """
     found: list[Place] = []
@@ -92,7 +91,7 @@ def _plain(
 def _encoded(
     plan: FilePlan, prepared: Prepared, manifest: Manifest, entry: FileEntry, codec: str
 ) -> dict[int, TensorEntry]:
-    """Encoded once more, they are the same bytes or they are not the same tensors."""
+    """Encode the tensors again: the same tensors are the same bytes."""
     regions = plan.regions(prepared.tensors)
     body = EncodedBody(plan, prepared.entries, regions, Encoder(codec))
     with Buffers(manifest.block_bytes) as buffers:

@@ -1,7 +1,7 @@
-"""Data files, written while their checksums are computed; blocks that the base has are not written.
+"""Writing of data files and their checksums; blocks that the base has are not written.
 
-The header of a file with encoded tensors is known last: its blocks fill as bytes come, and the first of
-them is kept until then.
+The header of a file with encoded tensors is known last: its blocks fill as bytes come, and the first
+block is kept until then.
 
 [Note: unchanged blocks]
     With a base, the blocks of a file are compared with those of the base's file of that name, by checksum
@@ -120,6 +120,8 @@ class FileBlocks:
         file: The file; None as long as blocks are only compared.
         shares_base: Blocks that are as in the base are in the file already.
         written_bytes: Bytes that were sent to the file.
+        take: Returns a block to fill; raises TransferError if an earlier one could not be written.
+        free: Frees a block that is not put.
     """
 
     def __init__(self, out: BlockWrites, name: str, base: FileEntry | None) -> None:
@@ -134,6 +136,8 @@ class FileBlocks:
         self.shares_base = False
         self.written_bytes = 0
         self.block_bytes = out.buffers.block_bytes
+        self.take = out.take_block
+        self.free = out.buffers.give
         self._out = out
         self._name = name
         self._base = base
@@ -147,14 +151,6 @@ class FileBlocks:
     def sums(self) -> tuple[str, ...]:
         """Checksums of all blocks, in order."""
         return tuple(self._sums[index] for index in range(len(self._sums)))
-
-    def take(self) -> Block:
-        """Return a block to fill. Raises TransferError if an earlier one could not be written."""
-        return self._out.take_block()
-
-    def free(self, block: Block) -> None:
-        """Free a block that is not put."""
-        self._out.buffers.give(block)
 
     def put(self, index: int, nbytes: int, block: Block, checksum: str) -> bool:
         """Note a block's checksum, then write the block, or free it if the file has its bytes already.

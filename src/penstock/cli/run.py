@@ -369,7 +369,7 @@ class _RunLifecycle:
         trace.write_trace(self._session.recorder, self._trace, about=about)
 
     def _report_summary(self) -> None:
-        if self._sleeper is not None and self._sleeper.asked:
+        if self._sleeper is not None and self._sleeper.signals.asked:
             say(
                 "warning: a signal asked the run to sleep, but it did not: it sleeps when the step() of a"
                 " torch optimizer ends, and none has ended since"

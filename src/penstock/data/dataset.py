@@ -20,7 +20,7 @@ from penstock.data.depth import Depth
 from penstock.data.formats import Progress
 from penstock.data.index import Index
 from penstock.data.order import Epoch, Order, Share, Tail
-from penstock.data.reader import Policy
+from penstock.data.reader import Policy, ReadCounts
 from penstock.data.resources import LoaderResources, choose_order
 from penstock.data.stream import Stream, Tally
 from penstock.data.values import to_torch
@@ -162,7 +162,9 @@ class FlashDataset(torch_data.Dataset[Any]):
             processes=processes,
         )
 
-    def resources(self, waiting_bytes: int = 0) -> LoaderResources:
+    def resources(
+        self, waiting_bytes: int = 0, counts: ReadCounts | None = None
+    ) -> LoaderResources:
         """Return the reader of this process. For the loaders."""
         info = torch_data.get_worker_info()
         return LoaderResources(
@@ -171,6 +173,7 @@ class FlashDataset(torch_data.Dataset[Any]):
             engine=self._engine if info is None else None,
             verify=self.verify,
             waiting_bytes=waiting_bytes,
+            counts=counts,
             sharers=1 if info is None else info.num_workers,
         )
 
@@ -252,17 +255,13 @@ class FlashIterable(torch_data.IterableDataset[Any]):
         rank, world = place_in_world(rank, world)
         self.share = Share(batch_size=batch_size, rank=rank, world=world, tail=tail)
         room = (dataset.memory_bytes // max(1, workers)) - dataset.index.nbytes
-        self.order = (
-            order
-            if isinstance(order, Order)
-            else choose_order(
-                order,
-                dataset.index,
-                room,
-                seed=seed,
-                batch_size=batch_size,
-                world=world * max(1, workers),
-            )
+        self.order = choose_order(
+            order,
+            dataset.index,
+            room,
+            seed=seed,
+            batch_size=batch_size,
+            world=world * max(1, workers),
         )
         self._where = torch.zeros(2, dtype=torch.int64)  # epoch, consumed; workers that stay see it
         self._where.share_memory_()  # type: ignore[no-untyped-call]

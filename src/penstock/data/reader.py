@@ -41,18 +41,14 @@ LENT_PART: Final = 5
 """Groups, blocks and gaps included, that must fit for batches to be lent."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadSoFar:
-    """Bytes read, and bytes of them that were wanted, by readers that are closed."""
+@dataclass(slots=True)
+class ReadCounts:
+    """Totals of reads; they may outlive a reader."""
 
     read_bytes: int = 0
+    """Bytes that were read of the device."""
     wanted_bytes: int = 0
-
-    def and_of(self, reader: Reader) -> ReadSoFar:
-        """With what this one has read."""
-        return ReadSoFar(
-            self.read_bytes + reader.read_bytes, self.wanted_bytes + reader.wanted_bytes
-        )
+    """Bytes of samples among them: reads are of whole blocks, and gaps between neighbours are read."""
 
 
 class Reader:
@@ -60,8 +56,7 @@ class Reader:
 
     Attributes:
         opened: The data set.
-        read_bytes: What was asked of the device.
-        wanted_bytes: What of that are samples: reads are of whole blocks, and neighbours' gaps are read.
+        counts: Totals of its reads.
         memory_bytes: What the user gave.
         lends: Whether batches may be memory of the read memory, until ``renew``.
     """
@@ -75,6 +70,7 @@ class Reader:
         verify: bool = True,
         priority: Priority = Priority.BACKGROUND,
         memory_bytes: int | None = None,
+        counts: ReadCounts | None = None,
     ) -> None:
         """Read by an engine, which is not closed here.
 
@@ -85,10 +81,11 @@ class Reader:
             verify: Compare checksums, where the format has them.
             priority: Of reads that nobody waits for yet.
             memory_bytes: What the user gave, of which the read memory is a part; for messages.
+            counts: Totals to add to; new ones if None.
         """
         self.opened = opened
         self.memory = memory
-        self.read_bytes = self.wanted_bytes = 0
+        self.counts = ReadCounts() if counts is None else counts
         self.memory_bytes = memory.limit_bytes if memory_bytes is None else memory_bytes
         self.lends = True
         self._engine = engine
@@ -125,8 +122,8 @@ class Reader:
                 if not self.memory.used_bytes:
                     raise self.too_small(plan)
                 return None
-            self.read_bytes += plan.total_bytes
-            self.wanted_bytes += int(np.maximum(plan.ranges.nbytes, 0).sum())
+            self.counts.read_bytes += plan.total_bytes
+            self.counts.wanted_bytes += int(np.maximum(plan.ranges.nbytes, 0).sum())
         return self._start(plan, *places)
 
     def read(self, samples: Numbers, policy: Policy) -> SampleGroup:
@@ -270,8 +267,8 @@ class Reader:
         ):
             if row in group.bad or not nbytes:
                 continue
-            found = checksums.full(address, nbytes)
-            if found != int(sums[row]):
+            found = checksums.mismatch(("full", int(sums[row])), address, nbytes)
+            if found is not None:
                 where = self._where(int(group.samples[row]), int(group.file[row]))
                 group.bad[row] = ChecksumError(
                     f"{where}, {nbytes} bytes: their checksum is {found:#018x}, packed were"

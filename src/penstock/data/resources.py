@@ -23,9 +23,9 @@ from penstock.data.build import Opened
 from penstock.data.extents import GRANULE, LONG_BYTES
 from penstock.data.group import ALIGNED_BYTES, LEAST_LENT_BYTES, ReadMemory
 from penstock.data.index import Index
-from penstock.data.order import Kind, Order, Share
+from penstock.data.order import Order, Share
 from penstock.data.rates import DatasetRates
-from penstock.data.reader import GROUP_PART, Reader
+from penstock.data.reader import GROUP_PART, ReadCounts, Reader
 from penstock.io.engine import Engine
 from penstock.io.mapping import PAGE_BYTES
 from penstock.store.arena import Arena
@@ -68,6 +68,7 @@ class LoaderResources:
         verify: bool = True,
         waiting_bytes: int = 0,
         sharers: int = 1,
+        counts: ReadCounts | None = None,
     ) -> None:
         """Reserve memory; it becomes resident as it is needed.
 
@@ -77,6 +78,7 @@ class LoaderResources:
             engine: Moves the bytes; the engine of this process if None.
             verify: Compare checksums.
             waiting_bytes: Set aside for batches that are decoded and wait.
+            counts: Totals of reads to add to; new ones if None.
             sharers: Processes that share ``memory_bytes``, each with an index of its own.
 
         Raises:
@@ -94,7 +96,12 @@ class LoaderResources:
         self.memory = ReadMemory(self.room_beside(waiting_bytes))
         self.engine = shared_engine() if engine is None else engine
         self.reader = Reader(
-            opened, self.memory, self.engine, verify=verify, memory_bytes=self.memory_bytes
+            opened,
+            self.memory,
+            self.engine,
+            verify=verify,
+            memory_bytes=self.memory_bytes,
+            counts=counts,
         )
         self._batches: Arena | None = None
         self.guard = fork_guard()
@@ -201,7 +208,7 @@ def lends_mostly(
 
 
 def choose_order(
-    kind: Kind | str,
+    kind: Order | str,
     index: Index,
     room_bytes: int,
     *,
@@ -210,12 +217,14 @@ def choose_order(
     world: int,
     rates: DatasetRates | None = None,
 ) -> Order:
-    """An order for so much memory.
+    """Return an order for so much memory; one that is given as it is.
 
     ``auto`` is a full shuffle where random reads cost nothing, or where all samples fit in memory; else a
     window. Whether they do, ``rates`` tell; if there are none, it is so for samples of 128 KiB and more.
     A window has as many chunks as fit in memory twice; with several ranks each has a lane of its own.
     """
+    if isinstance(kind, Order):
+        return kind
     mean = max(1, index.data_bytes // index.samples)
     if kind == "auto":
         quick = mean >= CHUNK_BYTES if rates is None else rates.full_is_quick

@@ -22,9 +22,9 @@ from penstock.core.locks import condition, defer
 from penstock.io.engine import Engine, EngineSpec, File, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, drop_cache
 from penstock.io.transfer_jobs import (
-    Queue,
     TransferJob,
     TransferPiece,
+    TransferQueue,
     check,
     failure,
     resume_point,
@@ -63,12 +63,8 @@ class Syscalls:
         drop_cache(file.fd, offset_bytes, nbytes, written=written)
 
 
-class _Queue(Queue):
-    """Requests by priority, of which workers take pieces.
-
-    The workers refer to this and not to the engine, so that an engine that was dropped without
-    ``close`` can be collected, which stops them.
-    """
+class _Queue(TransferQueue):
+    """Requests by priority, of which workers take pieces."""
 
     def __init__(self, piece_bytes: int, syscalls: Syscalls, name: str) -> None:
         self._wake = condition()
@@ -83,7 +79,7 @@ class _Queue(Queue):
     def put(self, job: TransferJob, max_threads: int) -> None:
         pieces = -(-job.nbytes // self.piece_bytes)
         with self._wake:
-            self._append(job)
+            self.append(job)
             woken = min(pieces, self._idle)
             missing = min(pieces - woken, max_threads - self._workers)
             self._workers += missing
@@ -113,7 +109,7 @@ class _Queue(Queue):
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-            return self._line.take_unbegun()
+            return self.take_unbegun()
 
     def join(self) -> None:
         for thread in list(self._threads):
@@ -132,7 +128,7 @@ class _Queue(Queue):
         except BaseException as unexpected:  # noqa: BLE001  (waiters of the transfer get it)
             error = unexpected
         with self._wake:
-            over = self._line.finish(job, error)
+            over = self.finish(job, error)
         if over:
             job.settle(job.error)
         return True
@@ -152,13 +148,13 @@ class _Queue(Queue):
         """Continue with fewer workers after a thread failed to start; having none is an error."""
         with self._wake:
             self._workers -= count
-            stranded = [] if self._workers else self._line.take_unbegun()
+            stranded = [] if self._workers else self.take_unbegun()
         for job in stranded:
             job.settle(error)
 
     def _take(self) -> TransferPiece | None:
         with self._wake:
-            while (piece := self._line.take()) is None:
+            while (piece := self.take()) is None:
                 if self._closed:
                     return None
                 self._idle += 1

@@ -54,13 +54,14 @@ def with_algorithms(profile: Profile, machine: Machine, limits: Limits) -> Profi
         machine: The machine; without its ``compute`` the profile is returned as it is.
         limits: Workspace limits of some of its convolutions.
     """
-    if machine.compute is None or not any(one.convolution for one in profile.operators):
+    if machine.compute is None or not profile.operators:
         return profile
     key = (machine.compute, limits)
     known: Profile | None = profile.derived.get(key)
     if known is None:
         by_kind = {(one.module, one.backward): one for one in limits}
-        known = profile.derived[key] = _computed(profile, _runs(profile, machine, by_kind))
+        runs = _runs(profile, machine, by_kind)
+        known = profile.derived[key] = _computed(profile, runs) if runs else profile
     return known
 
 
@@ -70,11 +71,14 @@ def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
     )
     beside = _workspace_beside(profile, runs) if _whole_device(profile) else None
     slots = tuple(
-        slot.moved(
-            clock(slot.saved_at_ns),
-            None if slot.needed_at_ns is None else clock(slot.needed_at_ns),
-            slot.small_bytes if beside is None else small + beside[Event.SAVE][i],
-            slot.small_bytes_at_need if beside is None else at_need + beside[Event.USE][i],
+        replace(
+            slot,
+            saved_at_ns=clock(slot.saved_at_ns),
+            needed_at_ns=None if slot.needed_at_ns is None else clock(slot.needed_at_ns),
+            small_bytes=slot.small_bytes if beside is None else small + beside[Event.SAVE][i],
+            small_bytes_at_need=(
+                slot.small_bytes_at_need if beside is None else at_need + beside[Event.USE][i]
+            ),
         )
         for i, (slot, small, at_need) in enumerate(
             zip(profile.slots, profile.small_beside, profile.small_at_need, strict=True)

@@ -117,30 +117,6 @@ class SlotProfile:
     source: int | None = None
     """Index of the slot, of the same pass, that the first module of ``recipe`` is called with."""
 
-    def moved(
-        self,
-        saved_at_ns: int,
-        needed_at_ns: int | None,
-        small_bytes: int | None,
-        small_bytes_at_need: int | None,
-    ) -> SlotProfile:
-        """Return this slot with other times and other bytes beside it. Quicker than ``replace``."""
-        return SlotProfile(
-            self.key,
-            self.pass_index,
-            saved_at_ns,
-            needed_at_ns,
-            self.kind,
-            self.held_elsewhere,
-            self.dtype,
-            small_bytes,
-            self.codecs,
-            self.producer,
-            small_bytes_at_need,
-            self.recipe,
-            self.source,
-        )
-
     @property
     def idle_ns(self) -> int | None:
         """Time from save to need, None if never needed."""

@@ -18,7 +18,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from penstock.core.config import UNLIMITED
@@ -61,7 +61,6 @@ class Eviction:
         transfers: Transfers,
         recorder: Recorder,
         time: ComputeTime,
-        least_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Serve one executor.
 
@@ -70,13 +69,11 @@ class Eviction:
             transfers: Storages that can be moved, and their transfers.
             recorder: Gets a span for each wait.
             time: Measures computing; waits are left out.
-            least_bytes: Returns the smallest budget that suffices for a whole step, if that is known.
         """
         self._time = time
         self._budget = budget
         self._transfers = transfers
         self._recorder = recorder
-        self._least_bytes = least_bytes
         self._waited_for_bytes = UNLIMITED
         """Bytes that others held when they were last waited for without success."""
 
@@ -288,7 +285,7 @@ class Eviction:
         if least <= limit:  # the bytes would fit, but what is restored takes whole pages
             pages = used + round_up(nbytes, HUGE_PAGE_BYTES)
             least = max(pages, round_up(limit + 1, HUGE_PAGE_BYTES))
-        of_step = self._least_bytes()
+        of_step = self._transfers.active.orders.min_budget_bytes()
         if of_step is None:
             reach = _TO_HERE + _NOT_PROFILED
         elif of_step < least:

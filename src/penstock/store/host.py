@@ -14,8 +14,7 @@ from penstock.io.engine import File
 from penstock.io.mapping import PAGE_BYTES
 from penstock.observe.recorder import Recorder
 from penstock.store.arena import Arena
-from penstock.store.base import TierSpec
-from penstock.store.blob import FileTier
+from penstock.store.base import Tier, TierSpec
 from penstock.store.pool import Block
 
 
@@ -42,7 +41,7 @@ class HostPlace:
         return f"{self.blocks[0]!r}{more}"
 
 
-class HostTier(FileTier):
+class HostTier(Tier):
     """Holds bytes in an arena, copied there and back by one thread. Any address will do.
 
     The arena may serve others as well, and is not closed with the tier. What fits no free range of
@@ -77,7 +76,8 @@ class HostTier(FileTier):
             granule_bytes=1,  # copies need no alignment, so a window is exactly its data
             where="host memory",
         )
-        super().__init__(spec, engine=CopyEngine(f"penstock-{name}"), recorder=recorder)
+        self._copies = CopyEngine(f"penstock-{name}")
+        super().__init__(spec, engine=self._copies, recorder=recorder)
         self.arena = arena
         self._space_lock = Lock()
         self._taken_bytes = 0
@@ -98,7 +98,7 @@ class HostTier(FileTier):
             block.free()
 
     def _close(self) -> None:
-        self.engine.close()
+        self._copies.close()
         with self._space_lock:
             places, self._places = self._places, set()
             self._taken_bytes = 0

@@ -18,8 +18,8 @@
       streams]). Its memory is allocated, and freed, on the worker's stream.
     - Back: a target is allocated by the thread that asks, as ever. Its frames are read to memory of the
       worker's stream, which waits for each copy (rule 5) and for what used the target's memory before
-      (rule 4), and decodes. That fills the target by kernels, so whoever uses it waits for an event
-      behind them, as for what is made again (rule 7). Checks of a frame depend on the data, too, so the
+      (rule 4), and decodes. That fills the target by kernels, so a stream that uses it waits for an event
+      behind them, as for recomputed storages (rule 7). Checks of a frame depend on the data, too, so the
       worker waits for each piece before it says that the target is filled, or what is wrong with a
       frame. So the event has been reached long before, and nothing touches a target that is given up.
 
@@ -149,7 +149,7 @@ class DeviceWriteJob(WriteJob):
 
     def _encode_piece(self, index: int, slot: Any) -> int:
         ticket, storage = self.ticket, self._storage
-        assert storage is not None, "a source was let go of before its end"
+        assert storage is not None, "a source was dropped before its end"
         start, nbytes = ticket.range_of(index)
         try:
             with self._side.waiting(ticket.device):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock.codec.base import Codec
-from penstock.core.errors import CodecError, ConfigError
+from penstock.core.errors import CodecError
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import memory_at
 from penstock.observe.recorder import Recorder, Stage
@@ -60,14 +60,6 @@ class EncodedTicket:
         """Return a piece's offset in the storage, and its length."""
         start = index * self.piece_bytes
         return start, min(self.piece_bytes, self.nbytes - start)
-
-    def check_readable(self, tier: Tier) -> None:
-        """Raise ConfigError if it has not been written to ``tier``, or has been discarded."""
-        if self.discarded or not self.written.done or self.written.error is not None:
-            raise ConfigError(
-                f"{self.label}: read from tier {tier.spec.name} although it is not, or no longer,"
-                " written; wait for ticket.written, and discard a ticket last"
-            )
 
 
 class CodecJob(ABC):

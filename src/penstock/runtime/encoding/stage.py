@@ -20,7 +20,7 @@ from penstock.runtime.encoding.worker import CodecWorker
 from penstock.runtime.movers import BlockTarget, CpuMover, Mover, Transport
 from penstock.runtime.storage import Encoding
 from penstock.store.account import Account
-from penstock.store.base import Tier, Window
+from penstock.store.base import Tier, Window, check_readable
 
 InnerT = TypeVar("InnerT", bound=Mover)
 TargetT = TypeVar("TargetT")
@@ -132,7 +132,7 @@ class EncodingStage(Transport, Generic[InnerT, TargetT]):
         """
         if not isinstance(ticket, EncodedTicket):
             return self.inner.read(tier, ticket, target, priority)
-        ticket.check_readable(tier)
+        check_readable(ticket, tier.spec)
         worker = self._worker
         transfer = Transfer(
             ticket.nbytes,
