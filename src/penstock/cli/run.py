@@ -312,6 +312,11 @@ class _RunLifecycle:
             return
         try:
             kept_bytes = None if self._trace is None else max(knobs.event_bytes(), _TRACE_BYTES)
+            # what the end of the run needs: code that is executed after Ctrl-C, as when a module is
+            # loaded, makes the interpreter exit with 1 in place of death by SIGINT
+            importlib.import_module("penstock.observe.summary")
+            if self._trace is not None:
+                importlib.import_module("penstock.report.trace")
             session = importlib.import_module("penstock.api").Session(
                 self._config, event_bytes=kept_bytes
             )
