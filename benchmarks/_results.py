@@ -55,6 +55,24 @@ def write(
     return path
 
 
+def earlier(name: str) -> dict[str, Any]:
+    """The figures of the result file of this name; empty if there is none."""
+    path = RESULTS / f"{name}.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["figures"] if path.exists() else {}
+    return dict(found)
+
+
+def page_head(command: str, mark: str = "table") -> str:
+    """The beginning of a file that a page of the manual includes from ``mark`` on.
+
+    Args:
+        command: What writes it, relative to ``benchmarks``.
+        mark: Where the included part begins.
+    """
+    written = f"<!-- Written by benchmarks/{command}; do not edit. -->"
+    return f"---\norphan: true\n---\n\n{written}\n<!-- {mark} -->\n\n"
+
+
 def hardware(directory: str | os.PathLike[str] | None) -> dict[str, Any]:
     """Processor, cores, memory, kernel, and the kind of file system of ``directory``."""
     found: dict[str, Any] = {

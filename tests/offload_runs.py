@@ -58,7 +58,7 @@ def movable(session):
 
 def kept_storages(session):
     """Saved storages that are KEPT, in the order of saving."""
-    passes = tuple(session.executor._table.kept_passes)
+    passes = sorted(session.executor._table.passes, key=lambda each: each.index)
     return [
         saved for each in passes for saved in each.live.values() if saved.state is Residency.KEPT
     ]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from penstock.testing.power import KEPT, LOST
+from power_loss import KEPT, LOST
 
 FATES = st.sampled_from([LOST, KEPT, 2, 3, 4])
 

@@ -36,7 +36,7 @@ def by_recipes(plan, profile, tier_of=lambda number: "", only=""):
 
     Or with ``only`` one recipe.
     """
-    recomputing = RecomputeChoices(profile, groups_of(profile))
+    recomputing = RecomputeChoices.of(profile)
     chosen = [recomputing.modules[only]] if only else recomputing.recipes()
     maker = {g: one.path for one in chosen for g in one.groups}
     decisions, number = [], 0

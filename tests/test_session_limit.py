@@ -163,6 +163,19 @@ def test_a_share_limits_the_process(session_for, limited_process, plain):
     assert all(map(same_bits, gradients_of(net), plain))
 
 
+def test_local_ranks_divide_a_share_and_the_summary_says_so(
+    session_for, limited_process, monkeypatch
+):
+    total = limited_process(0)
+    for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with session_for(network(), policy="auto", memory="80%") as session:
+        summary = session.summary()
+    assert summary.host.usable_bytes == total * 8 // 10 // 2
+    assert summary.host.limit_source.endswith(", divided between 2 processes")
+    assert ", divided between 2 processes; of the" in " ".join(str(summary).split())
+
+
 def test_the_limit_follows_the_rest_of_the_process(session_for, limited_process):
     """As when an optimizer makes its states, or the script loads something."""
     limited_process(256 * MIB)

@@ -109,7 +109,7 @@ def test_a_loader_rests_while_its_session_is_suspended(session_for, floats, orde
                 if number not in after:
                     continue
                 state, stats, kept = loader.state_dict(), loader.stats(), batch.clone()
-                maps.append(weakref.ref(loader._resources.ring._mapping))
+                maps.append(weakref.ref(loader._resources.memory.arena._mapping))
                 assert penstock.suspend(session).nbytes > 0
                 assert loader.held_bytes == 0
                 assert loader._resources is loader._stream is None

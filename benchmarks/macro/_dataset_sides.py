@@ -294,13 +294,19 @@ def spread(samples, total, batch):
 
 
 def device(folder, size, seconds, sequential):
-    """What the kernel delivers to one thread with 4 MiB in 4 requests, or 256 requests, under way."""
-    from penstock.io.batch import _EVENT, _IOCB
+    """What the kernel delivers to one thread, in whole epochs, as ``measure`` has them from a loader.
+
+    The queue is as deep as that of the engine, which has as many bytes, or reads, in flight. It is
+    empty when an epoch begins, and empties at its end. Both rates are without the time to the first batch
+    of an epoch, whose bytes are not counted either.
+    """
+    from penstock.core import knobs
+    from penstock.io.batch import _EVENT, _IOCB, SLICE_BYTES, SLICE_ENTRIES
     from penstock.io.context import Context
     from penstock.io.mapping import Mapping
 
     length = min(size, 1 << 20) if not sequential else 1 << 20
-    depth = min(256, max(8, (64 << 20) // length))
+    depth = knobs.io_threads() * min(SLICE_ENTRIES, max(1, SLICE_BYTES // length))
     descriptor = os.open(folder / "rows.bin", os.O_RDONLY | os.O_DIRECT)
     places = os.fstat(descriptor).st_size // length
     length_read = -(-length // 4096) * 4096
@@ -311,28 +317,47 @@ def device(folder, size, seconds, sequential):
     blocks["token"], blocks["file"], blocks["nbytes"] = np.arange(depth), descriptor, length_read
     blocks["address"] = memory.address + np.arange(depth) * length_read
     pointers = blocks.ctypes.data + np.arange(depth, dtype=np.uint64) * np.uint64(64)
-    free, under_way, position, done = np.arange(depth), 0, 0, 0
+    first_bytes = batch_of(size) * size
+
+    def epoch(until):
+        """Read every place once; (bytes after the first batch, seconds after it, seconds)."""
+        free, position, done, end = np.arange(depth), 0, 0, places
+        counted_from = done_by_then = 0
+        begun = time.perf_counter()
+        while done < end:
+            now = time.perf_counter()
+            if not counted_from and done * length >= first_bytes:
+                counted_from, done_by_then = now, done
+            if now > until:
+                end = position
+            free = free[: end - position]
+            blocks["offset"][free] = order[position : position + len(free)] * length // 4096 * 4096
+            handed = np.ascontiguousarray(pointers[free])
+            sent = 0
+            while sent < len(free):
+                taken = context.submit(len(free) - sent, handed[sent:].ctypes.data)
+                assert taken > 0, "the kernel does not take a read"
+                sent += taken
+            position += sent
+            least = min(max(1, depth // 8), position - done)
+            found = context.events(least, depth, events.ctypes.data, None)
+            free, done = events["token"][:found].astype(np.int64), done + found
+        ended = time.perf_counter()
+        return (done - done_by_then) * length, ended - (counted_from or begun), ended - begun
+
+    epochs = []
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
-        ready = order[np.arange(position, position + len(free)) % places]
-        blocks["offset"][free] = ready * length // 4096 * 4096
-        handed = np.ascontiguousarray(pointers[free])
-        sent = 0
-        while sent < len(free):
-            sent += context.submit(len(free) - sent, handed[sent:].ctypes.data)
-        position, under_way = position + sent, under_way + sent
-        found = context.events(max(1, depth // 8), depth, events.ctypes.data, None)
-        free, under_way, done = (
-            events["token"][:found].astype(np.int64),
-            under_way - found,
-            done + found,
-        )
-    took = time.perf_counter() - started
-    while under_way:
-        under_way -= context.events(1, depth, events.ctypes.data, None)
+        epochs.append(epoch(started + seconds))
     context.close()
     os.close(descriptor)
-    return {"gb_per_s": round(done * length / took / 1e9, 3), "requests_per_s": round(done / took)}
+    counted, counted_s, _ = map(sum, zip(*epochs, strict=True))
+    return {
+        "gb_per_s": round(counted / counted_s / 1e9, 3),
+        "requests_per_s": round(counted / length / counted_s),
+        "epochs": len(epochs),
+        "depth": depth,
+    }
 
 
 def main():

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+import _results
 from penstock.lab import zoo
 from penstock.lab.dry import dry_profile
 from penstock.lab.dry.roofline import retimed
@@ -398,9 +399,6 @@ def other_iterations(found: dict[str, Any], known: str, rest: float) -> dict[str
 def tables(found: dict[str, Any], told: dict[str, Any]) -> str:
     """Return the file from which the manual includes two tables, each between two marks."""
     rows = [
-        "---\norphan: true\n---\n",
-        "<!-- Written by benchmarks/macro/optimstore.py; do not edit. -->",
-        "<!-- end to end -->\n",
         "| Network | Parameters | Batch | Forward and backward, s | Share of the update | End to end"
         " | 2.2 to 2.5 |",
         "|---|---|---|---|---|---|---|",
@@ -430,7 +428,8 @@ def tables(found: dict[str, Any], told: dict[str, Any]) -> str:
         held = "out of memory" if one["cpu_s"] is None else f"{one['cpu_s']:.2f} s"
         times = " | ".join(f"{one[f'{where}_s']:.2f} s" for where in ("host", "controller", "die"))
         rows.append(f"| {name} | {times} | {held} |")
-    return "\n".join([*rows, "\n<!-- end -->", ""])
+    head = _results.page_head("macro/optimstore.py", "end to end")
+    return head + "\n".join([*rows, "\n<!-- end -->", ""])
 
 
 def _by_card(cards: list[Any], of: Callable[[Any], str]) -> str:

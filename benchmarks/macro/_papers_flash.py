@@ -18,7 +18,6 @@ line through one that fits and one that does not meets the budget.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -231,8 +230,7 @@ def not_zero(network: str) -> float:
     From what our codecs made of the like in training (``codec_bytes.py``): of ``zero-value+byteplane``,
     less what ``byteplane`` alone saves of values that are not zero.
     """
-    known = json.loads((_results.RESULTS / "codec_bytes.json").read_text(encoding="utf-8"))
-    codecs = known["figures"][network]["steps"]["step_23"]["codecs"]
+    codecs = _results.earlier("codec_bytes")[network]["steps"]["step_23"]["codecs"]
     sparse, dense = (
         codecs[name]["frame_bytes"] / codecs[name]["source_bytes"]
         for name in ("zero-value+byteplane", "byteplane")

@@ -12,8 +12,8 @@ from typing import Any
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.lab.dry.networks import dry_zoo_profile
+from penstock.lab.step_bound import min_step_ns, oracle_ns
 from penstock.plan import Budgets, Machine, Plan, Profile, policies
-from penstock.plan.bound import min_step_ns, oracle_ns
 from penstock.plan.replay import Replayed, replay
 
 GIB = 1 << 30

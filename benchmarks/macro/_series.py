@@ -9,7 +9,6 @@ file, and of which commit, it was measured last; ``--anew`` forgets what there w
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -88,9 +87,7 @@ class Series:
         return args
 
     def _earlier(self) -> Found:
-        path = _results.RESULTS / f"{self.name}.json"
-        found: Found = json.loads(path.read_text())["figures"] if path.exists() else {}
-        return {"networks": {}, **found}
+        return {"networks": {}, **_results.earlier(self.name)}
 
     def _store(self, found: Found, args: argparse.Namespace) -> None:
         """After each network: the last may take long."""
@@ -106,13 +103,8 @@ class Series:
         self._write_table(figures)
 
     def _write_table(self, figures: Found) -> None:
-        head = [
-            "---\norphan: true\n---\n",
-            f"<!-- Written by benchmarks/macro/{self.name}.py; do not edit. -->",
-            "<!-- table -->",
-            "",
-        ]
-        self.table.write_text("\n".join([*head, *self.page(figures), ""]))
+        head = _results.page_head(f"macro/{self.name}.py")
+        self.table.write_text(head + "\n".join([*self.page(figures), ""]))
 
 
 def machine_for(args: argparse.Namespace) -> Machine:

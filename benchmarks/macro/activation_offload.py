@@ -24,7 +24,6 @@ they die, and every step pays for new pages, in every mode. These results have a
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -75,8 +74,7 @@ def main() -> None:
     args = parse()
     if args.malloc == "keep":
         _memory.keep_what_is_freed()
-    earlier = _results.RESULTS / "activation_offload.json"
-    results = json.loads(earlier.read_text())["figures"] if earlier.exists() else {}
+    results = _results.earlier("activation_offload")
     for job in args.networks:
         name = job if args.malloc == "keep" else f"{job}-default-malloc"
         results[name] = measure(JOBS[job], args)

@@ -31,14 +31,7 @@ LAST = "bert-large"
 """It takes longest, and is measured when the others are."""
 
 
-HEAD = """---
-orphan: true
----
-
-<!-- Written by benchmarks/macro/characterize.py; do not edit. -->
-<!-- table -->
-
-"""
+HEAD = _results.page_head("macro/characterize.py")
 
 
 def main():

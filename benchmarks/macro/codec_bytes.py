@@ -14,7 +14,6 @@ Results of networks that are not named are kept, so it can be run network by net
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -68,8 +67,7 @@ FLOOR_BYTES = 64 * 1024
 
 def main() -> None:
     args = parse()
-    earlier = _results.RESULTS / f"{NAME}.json"
-    known = json.loads(earlier.read_text())["figures"] if earlier.exists() else {}
+    known = _results.earlier(NAME)
     known = {name: known[name] for name in NETWORKS if name in known and not args.quick}
     for name in args.networks:
         known[name] = measure(name, args)
@@ -180,11 +178,7 @@ def wait_for_writes(session: penstock.Session) -> None:
 
 def page(figures: dict[str, Any]) -> str:
     """The table as a file that another page of the manual includes, from the mark on."""
-    return (
-        "---\norphan: true\n---\n\n"
-        f"<!-- Written by benchmarks/macro/{NAME}.py --table; do not edit. -->\n"
-        "<!-- table -->\n\n" + table(figures)
-    )
+    return _results.page_head(f"macro/{NAME}.py --table") + table(figures)
 
 
 def table(figures: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 import tempfile
@@ -84,8 +83,7 @@ class Run:
 def main() -> None:
     args = parse()
     _results.warn_if_busy()
-    earlier = _results.RESULTS / f"{NAME}.json"
-    results = json.loads(earlier.read_text())["figures"] if earlier.exists() else {}
+    results = _results.earlier(NAME)
     for name in args.networks:
         results[name] = measure(JOBS[name], args)
         show(name, results[name])

@@ -13,7 +13,6 @@ All sides of a workload must have the same losses and end with the same weights,
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -42,7 +41,7 @@ from penstock.lab import zoo
 from penstock.observe import Stage
 from penstock.plan import Action, Decision, Machine
 from penstock.runtime.active_orders import ActiveOrders
-from penstock.runtime.orders import DefaultRule, Orders
+from penstock.runtime.orders import DefaultRule
 from penstock.store import ThrottledTier
 
 NAME: Final = Path(__file__).stem
@@ -71,11 +70,6 @@ def _kept(rule: DefaultRule, key: Any, **state: Any) -> Decision:
 OFF: Final[dict[str, Callable[[], list[Any]]]] = {
     "shortage": lambda: [
         mock.patch.object(ActiveOrders, "fallback_encoding", _nothing),
-        mock.patch.object(Orders, "exceeds_plan", _no),
-    ],
-    "shortage before a refusal": lambda: [
-        mock.patch.object(ActiveOrders, "_fall_short", _nothing),
-        mock.patch.object(Orders, "exceeds_plan", _no),
     ],
     "guesses": lambda: [mock.patch.object(DefaultRule, "decide", _kept)],
     "crowded sampling": lambda: [mock.patch.object(DefaultRule, "crowds", _no)],
@@ -120,7 +114,6 @@ def _sizes(batch: int, *sizes: int) -> tuple[tuple[int, dict[str, Any]], ...]:
 STEADY: Final = ("recipes", "sign proofs", "heap restore")
 TIGHT: Final = (
     "shortage",
-    "shortage before a refusal",
     "guesses",
     "crowded sampling",
 )
@@ -188,11 +181,10 @@ class Run:
 def main() -> None:
     args = parse()
     if args.table:
-        print(table(json.loads((_results.RESULTS / f"{NAME}.json").read_text())["figures"]))
+        print(table(_results.earlier(NAME)))
         return
     _results.warn_if_busy()
-    earlier = _results.RESULTS / f"{NAME}.json"
-    results = json.loads(earlier.read_text())["figures"] if earlier.exists() else {}
+    results = _results.earlier(NAME)
     for name in args.workloads:
         results[name] = measure(name, args)
         if not args.quick:

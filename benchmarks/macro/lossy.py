@@ -14,7 +14,6 @@ above 1 anywhere.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -51,8 +50,7 @@ OTHER_SEED = "exact, another seed"
 def main() -> None:
     args = parse()
     if args.redraw:
-        result = (_results.RESULTS / "lossy.json").read_text(encoding="utf-8")
-        plot(json.loads(result)["figures"], args.plot)
+        plot(_results.earlier("lossy"), args.plot)
         return
     audit = Audit(args.audited)
     runs = {"exact": train(args, audit=audit), OTHER_SEED: train(args, seed=1)}

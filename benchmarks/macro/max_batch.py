@@ -60,8 +60,7 @@ def main() -> None:
         return
     import _results  # noqa: PLC0415  (a trial must not pay for it)
 
-    earlier = _results.RESULTS / "max_batch.json"
-    results = json.loads(earlier.read_text())["figures"] if earlier.exists() else {}
+    results = _results.earlier("max_batch")
     results = {name: figures for name, figures in results.items() if name in JOBS}
     for name in args.networks:
         results[name] = search(JOBS[name], args)

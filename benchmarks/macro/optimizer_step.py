@@ -21,7 +21,6 @@ several sittings, each of them limited by ``--limit``, and the last one writes t
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -102,10 +101,9 @@ def record(args, figures):
         "seen_sequences": list(SEEN_BATCH),
         "environment": _memory.KEEPS,
     }
-    earlier = _results.RESULTS / "optimizer_step.json"
+    known = _results.earlier("optimizer_step")
     measured = {what: dict.fromkeys(found, _results.commit()) for what, found in figures.items()}
-    if earlier.exists():  # other sizes may be of other commits
-        known = json.loads(earlier.read_text())["figures"]
+    if known:  # other sizes may be of other commits
         figures = {what: known[what] | found for what, found in figures.items()}
         before = known.get("commits", {})
         measured = {what: before.get(what, {}) | found for what, found in measured.items()}
@@ -248,9 +246,6 @@ def seen_figures(rounds):
 def table(figures):
     """For the manual, from the mark on."""
     lines = [
-        "---\norphan: true\n---\n",
-        "<!-- Written by benchmarks/macro/optimizer_step.py; do not edit. -->",
-        "<!-- table -->\n",
         "| Parameters | Side | M parameters/s | Of DeepSpeed's best (wanted) | Of what the disk allows"
         " | Bytes moved a parameter | Of the disk's bandwidth |",
         "|---:|---|---:|---:|---:|---:|---:|",
@@ -276,7 +271,7 @@ def table(figures):
             lines.append(
                 f"That is {sides['times_less_than_deepspeed']:.1f} times less (wanted 2.8)."
             )
-    return "\n".join(lines) + "\n"
+    return _results.page_head("macro/optimizer_step.py") + "\n".join(lines) + "\n"
 
 
 def show_step(size, figures):

@@ -9,7 +9,6 @@ No network runs and no GPU is there: the profiles are from shapes, the machines 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -32,8 +31,7 @@ VERDICTS = {True: "yes", False: "**no**", None: ""}
 def main() -> None:
     args = parse()
     if args.redraw:
-        result = (_results.RESULTS / "papers.json").read_text(encoding="utf-8")
-        draw(json.loads(result)["figures"], args)
+        draw(_results.earlier("papers"), args)
         return
     begun = time.process_time()
     figures = measure(quick=args.quick)
@@ -94,16 +92,13 @@ def draw(figures: dict[str, Any], args: argparse.Namespace) -> None:
 def page(figures: dict[str, Any]) -> str:
     """The table as a file that another page of the manual includes, from the mark on."""
     rows = [
-        "---\norphan: true\n---\n",
-        "<!-- Written by benchmarks/macro/papers.py --table; do not edit. -->",
-        "<!-- table -->\n",
         "| What | Paper | Ours | Aim | Met |",
         "|---|---|---|---|---|",
     ]
     for line in figures["lines"]:
         cells = (line["what"], line["paper"], line["ours"], line["aim"], VERDICTS[line["within"]])
         rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows) + "\n"
+    return _results.page_head("macro/papers.py --table") + "\n".join(rows) + "\n"
 
 
 def show(figures: dict[str, Any]) -> None:

@@ -248,9 +248,7 @@ def _print_network(name, stages):
 def page(figures):
     """The tables as a file that another page of the manual includes, from the mark on."""
     return (
-        "---\norphan: true\n---\n\n"
-        "<!-- Written by benchmarks/micro/codecs.py --table; do not edit. -->\n"
-        "<!-- speeds -->\n\n"
+        _results.page_head("micro/codecs.py --table", "speeds")
         + speeds(figures)
         + "\n<!-- activations -->\n\n"
         + shares(figures["activations"])

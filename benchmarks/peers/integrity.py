@@ -228,14 +228,7 @@ def brief(one):
 COLUMNS = ("Saved by", "Bits flipped", "Noticed", "Changed nothing", "Silently wrong",
            "Killed", "Previous loads", "New loads", "Neither loads", "Loads wrong", "Disk taken",
            "After the next save")  # fmt: skip
-HEAD = """---
-orphan: true
----
-
-<!-- Written by benchmarks/peers/integrity.py --table; do not edit. -->
-<!-- table -->
-
-"""
+HEAD = _results.page_head("peers/integrity.py --table")
 
 
 def table(figures, state_bytes):

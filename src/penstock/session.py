@@ -535,8 +535,6 @@ class Session:
         config = self.config
         slots = tuple(
             SlotFact(
-                module=decision.key.module,
-                ordinal=decision.key.ordinal,
                 nbytes=decision.key.nbytes,
                 action=str(decision.action),
                 tier=decision.tier,

@@ -20,6 +20,7 @@ from penstock.io.threads import Syscalls, ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.store.account import host_account
 from penstock.store.arena import Arena
+from penstock.store.engine import shared_engine
 from penstock.store.flash import FlashTier
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
 from penstock.testing.shared_engine import shared_engine_replaced
@@ -357,6 +358,7 @@ def test_where_no_further_thread_is_to_be_had_a_save_makes_do(disk_path, monkeyp
     state = trained()[2]
     with Checkpointer(disk_path, memory="16MiB") as ours:
         ours.save(1, state)
+        shared_engine().start()
         start, begun = threading.Thread.start, []
 
         def refuse(thread):

@@ -12,9 +12,9 @@ from power_checkpoints import KINDS, Named, Run, Waits, each_loss, go_on, state,
 from penstock import TransferError
 from penstock.checkpoint import Checkpointer
 from penstock.io.threads import ThreadEngine
-from penstock.testing.power import LOST, PowerLossDisk
-from penstock.testing.power_calls import recording
 from penstock.testing.shared_engine import shared_engine_replaced
+from power_calls import recording
+from power_loss import LOST, PowerLossDisk
 from power_runs import Chance, examples, renaming
 
 BY_CHANCE = [

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runs import wait_until
-from penstock.cli import bench_machine, compute, main, transfer_work
+from penstock.cli import bench_machine, main, transfer_work
 from penstock.cli.bandwidth import Measurement, Rate
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB
+from penstock.lab import compute
 from penstock.observe import Stage
 from penstock.plan.machine import Machine
 

@@ -1,7 +1,6 @@
 """``--help`` of every command and subcommand, found by walking over their parsers."""
 
 import argparse
-import importlib
 import re
 from pathlib import Path
 
@@ -22,9 +21,7 @@ def parsers(words, parser):
 
 
 COMMANDS = [
-    found
-    for name in cli._COMMANDS
-    for found in parsers([name], importlib.import_module(f"penstock.cli.{name}").parser())
+    found for name in cli._COMMANDS for found in parsers([name], cli.module_of(name).parser())
 ]
 each_command = pytest.mark.parametrize(
     ("words", "parser"), COMMANDS, ids=[" ".join(words) for words, _ in COMMANDS]

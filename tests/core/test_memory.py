@@ -119,13 +119,16 @@ def test_a_share_is_one_of_the_tightest_limit(groups, machine, membership, files
     machine["MemTotal"] = 4 * GIB
     found = usable_memory(parse_memory("25%"), own=GIB)
     assert found == (GIB, "25% of the machine's 4.00 GiB")
+    found = usable_memory(parse_memory("50%"), own=GIB, processes=2)
+    assert found == (GIB, "50% of the machine's 4.00 GiB, divided between 2 processes")
 
 
 def test_auto_is_what_the_process_holds_and_what_is_available(groups, machine):
     groups("0::/elsewhere\n", V2)
     found = usable_memory(parse_memory("auto"), own=GIB)
     assert found == (7 * GIB, "the machine's available memory")
-    assert usable_memory(parse_memory("auto"), own=GIB, processes=3).nbytes == 3 * GIB
+    found = usable_memory(parse_memory("auto"), own=GIB, processes=3)
+    assert found == (3 * GIB, "the machine's available memory, divided between 3 processes")
 
 
 def test_auto_stays_within_the_control_group(groups, machine):

@@ -25,7 +25,7 @@ def test_quick_steps_need_as_many_as_pass_while_one_is_read():
 
 
 def test_a_wait_asks_for_more_and_quiet_gives_it_back():
-    depth = Depth(most=100)
+    depth = Depth()
     depth.arrived(0.001)
     steps(depth, 10, 0.100)
     before = depth.batches
@@ -35,9 +35,3 @@ def test_a_wait_asks_for_more_and_quiet_gives_it_back():
     assert more > before
     steps(depth, 20_000, 0.100)
     assert depth.batches == before
-
-
-def test_there_is_a_most():
-    depth = Depth(most=5)
-    steps(depth, 100, 0.2, 0.1)
-    assert depth.batches == 5

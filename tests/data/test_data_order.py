@@ -206,5 +206,5 @@ def test_the_probe_reads_and_frees(rows, monkeypatch):
     with FlashLoader(FlashDataset(path, memory="512KiB"), 8) as loader:
         found = loader.rates
         assert found is None or min(found.random_bytes_per_s, found.sequential_bytes_per_s) > 0
-        assert loader._resources.ring.used_bytes == 0
+        assert loader._resources.memory.used_bytes == 0
         assert sum(len(batch) for batch in loader) == 800

@@ -20,12 +20,10 @@ from penstock.checkpoint import Saving
 from penstock.io.engine import Transfer
 from penstock.optim import gradients as gradients_module
 from penstock.optim.pipeline import TilePipeline
-from penstock.runtime.cuda.direct import DirectMover
-from penstock.runtime.cuda.direct_inbound import DirectInbound, DirectRead
-from penstock.runtime.cuda.direct_outbound import DirectOutbound, Leaving
+from penstock.runtime.cuda.direct import DirectInbound, DirectMover, DirectOutbound
 from penstock.runtime.cuda.inbound import Inbound
 from penstock.runtime.cuda.lanes import CopyLane
-from penstock.runtime.cuda.outbound import Outbound
+from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.cuda.tickets import Fill
 from penstock.staging import CopyStep, Staging
@@ -56,7 +54,6 @@ def install() -> None:
     futures()
     transfers()
     lanes()
-    tickets()
     fills()
     slabs()
     arenas()
@@ -171,16 +168,10 @@ def _let_go(order: AccessOrder, _: object, __: CopyLane, copy: Any) -> None:
         order.released(copy.storage.data_ptr())
 
 
-def tickets() -> None:
-    """Who finds that a ticket may be read knows that its bytes are where it says."""
-    _around(Outbound, "_copied", lambda order, _, ticket, __: order.hand_over(_key(ticket)))
-    _around(Inbound, "_check_readable", lambda order, _, ticket: order.take_over(_key(ticket)))
-
-
 def fills() -> None:
     """Who finds that a copy to the device has landed knows what the lane's thread knew then."""
     _around(Inbound, "_landed", lambda order, _, fill, *__: order.hand_over(_key(fill)))
-    _around(Inbound, "finish", lambda order, _, target: _landed(order, target.fill))
+    _around(CudaMover, "finish", lambda order, _, target: _landed(order, target.fill))
     # afterwards: it may land while it is looked for
     _around(Fill, "precede", None, lambda order, _, fill, *__: _landed(order, fill))
 
@@ -344,8 +335,12 @@ def _end(begun: _Begun, transfer: Transfer) -> None:
 
 def direct() -> None:
     """GPU-direct: whoever frees memory, or uses what was read, comes after the end of its transfer."""
-    for kind in (DirectOutbound, DirectInbound):
-        _around(kind, "_settle", lambda order, _, moved, *__: _over(order, moved))
+    _around(DirectOutbound, "_settle", lambda order, _, ticket, __: _over(order, ticket.source))
+    _around(
+        DirectInbound,
+        "_settle",
+        lambda order, _, read, __: _over(order, read.target and read.target.storage),
+    )
     _around(
         DirectMover,
         "finish",
@@ -357,9 +352,7 @@ def direct() -> None:
     )
 
 
-def _over(order: AccessOrder, moved: Leaving | DirectRead) -> None:
-    target = getattr(moved, "target", None)
-    storage = getattr(moved, "storage", None) if target is None else target.storage
+def _over(order: AccessOrder, storage: torch.UntypedStorage | None) -> None:
     if storage is not None:
         order.released(storage.data_ptr())
 

@@ -152,11 +152,14 @@ EARLY = {
             "fill.copy = copy": "pass"
         },
     },
-    "runtime/cuda/direct_outbound.py": {
-        ("DirectOutbound._go", "the source is let go of when its write begins"): {
-            "on_flash.written.add_done_callback(partial(self._ended, leaving))": (
-                "self._ended(leaving, Transfer(0))"
+    "runtime/cuda/direct.py": {
+        ("DirectOutbound._submit", "the source is let go of when its write begins"): {
+            "on_flash.written.add_done_callback(partial(self._flashed_directly, ticket))": (
+                "self._flashed_directly(ticket, Transfer(0))"
             )
+        },
+        ("DirectInbound._fenced", "a read has ended when it begins"): {
+            "inner.add_done_callback(partial(self._filled, read))": "self._settle(read, None)"
         },
     },
     "runtime/cuda/encoding.py": {
@@ -183,7 +186,9 @@ EARLY = {
     },
     "runtime/executor.py": {
         ("Executor._admit", "what is saved leaves before it is complete"): {
-            "self.completion.wait(action)": "action(True)"
+            "self.completion.wait(partial(self._complete, saved, sign_only), storage.device)": (
+                "self._complete(saved, sign_only, True)"
+            )
         },
         ("Executor.save", "what is kept leaves before it is complete"): {
             "self.completion.wait(partial(self._complete, saved, sign_only))": (
@@ -193,20 +198,15 @@ EARLY = {
     },
     "hooks/saved_tensors.py": {
         ("SavedTensorHooks.when_complete", "what is saved is read before it is complete"): {
-            "        completion.wait(act)": "        act(True)"
+            "        completion.wait(act, tensor.device)": "        act(True)"
         },
         ("SavedTensorHooks._pack_span", "a part is copied out before it is complete"): {
-            "            self._completion.wait(action)": "            action(True)"
+            "            self._completion.wait(action, tensor.device)": "            action(True)"
         },
     },
     "runtime/digests.py": {
         ("Comparison.__init__", "digests are let go of before they are compared"): {
             "self._first, self._second = first, second": "self._first, self._second = 0, None"
-        },
-    },
-    "runtime/cuda/direct_inbound.py": {
-        ("DirectInbound._fenced", "a read has ended when it begins"): {
-            "inner.add_done_callback(partial(self._filled, read))": "self._settle(read, None)"
         },
     },
 }

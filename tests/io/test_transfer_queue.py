@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import count, pairwise
+from threading import Lock
 
 import pytest
 from hypothesis import given
@@ -38,7 +39,7 @@ def taken(queue, most):
 
 
 def test_a_demand_overtakes_a_checkpoint_that_is_under_way():
-    queue = TransferQueue()
+    queue = TransferQueue(Lock())
     queue.append(job(BACKGROUND, 100))
     assert taken(queue, 3) == [BACKGROUND] * 3
     queue.append(job(DEMAND, 4))
@@ -46,7 +47,7 @@ def test_a_demand_overtakes_a_checkpoint_that_is_under_way():
 
 
 def test_a_checkpoint_gets_one_piece_after_so_many_others():
-    queue = TransferQueue()
+    queue = TransferQueue(Lock())
     queue.append(job(BACKGROUND, 100))
     queue.append(job(DEMAND, 1000))
     turn = [DEMAND] * MAX_OVERTAKES + [BACKGROUND]
@@ -54,7 +55,7 @@ def test_a_checkpoint_gets_one_piece_after_so_many_others():
 
 
 def test_what_has_had_its_turn_waits_again():
-    queue = TransferQueue()
+    queue = TransferQueue(Lock())
     queue.append(job(DEMAND, 1000))
     assert taken(queue, 2 * MAX_OVERTAKES) == [DEMAND] * 2 * MAX_OVERTAKES
     queue.append(job(BACKGROUND))  # what was taken before it came has not overtaken it
@@ -63,7 +64,7 @@ def test_what_has_had_its_turn_waits_again():
 
 @pytest.mark.parametrize("priority", Priority)
 def test_every_priority_keeps_a_share_of_a_queue_that_is_never_empty(priority):
-    queue, turn = TransferQueue(), MAX_OVERTAKES + len(Priority) - 1
+    queue, turn = TransferQueue(Lock()), MAX_OVERTAKES + len(Priority) - 1
     for each in Priority:
         queue.append(job(each, 1000))
     order = taken(queue, 10 * turn)
@@ -76,7 +77,7 @@ def test_every_priority_keeps_a_share_of_a_queue_that_is_never_empty(priority):
 
 @given(st.lists(st.tuples(st.sampled_from(Priority), st.integers(1, 40)), max_size=60))
 def test_whatever_comes_everything_is_moved_once_and_in_order_within_its_priority(arrivals):
-    queue, numbers = TransferQueue(), count()
+    queue, numbers = TransferQueue(Lock()), count()
     jobs = {priority: [] for priority in Priority}
     moved = []
     for priority, pieces in arrivals:

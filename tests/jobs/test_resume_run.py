@@ -126,7 +126,7 @@ def training(disk_path, keeper, *, steps, seed=0, sleep_at=None, checkpoints=Non
         for step in range(first, steps):
             optimizer.zero_grad()
             if step == sleep_at:
-                sleeper.asked = True
+                sleeper.signals.asked = True
                 wake_when_asleep(session, sleeper)
             model(torch.randn(4, 256)).square().mean().backward()
             optimizer.step()

@@ -487,10 +487,9 @@ def test_what_could_not_be_read_is_tried_again_though_the_checkpoint_is_gone(
         real(recall, held)
 
     with session_in(spill(disk_path), model) as session:
-        monkeypatch.setattr(
-            checkpoint.api, "CheckpointStore", lambda: CheckpointStore(file_bytes=MIB)
-        )
-        checkpoint.save(tmp_path / "saved", {"model": model})
+        store = CheckpointStore(file_bytes=MIB)
+        monkeypatch.setattr("penstock.swap.recall.unchanged", store.unchanged)
+        store.save(tmp_path / "saved", {"model": model})
         penstock.suspend(session, checkpoint=tmp_path / "saved", state={"model": model})
         shutil.rmtree(tmp_path / "saved")
         monkeypatch.setattr(Recall, "restore", refused_once)

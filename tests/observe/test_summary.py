@@ -21,17 +21,9 @@ from penstock.observe.summary_text import TOP_REASONS, percent, render, to_text
 MS = 10**6
 
 
-def slot(ordinal: int, nbytes: int, place: str, reason: str, missed: int = 0) -> SlotFact:
+def slot(nbytes: int, place: str, reason: str) -> SlotFact:
     action, _, tier = place.partition(" ")
-    return SlotFact(
-        module="net",
-        ordinal=ordinal,
-        nbytes=nbytes,
-        action=action,
-        tier=tier,
-        reason=reason,
-        times_missed=missed,
-    )
+    return SlotFact(nbytes=nbytes, action=action, tier=tier, reason=reason)
 
 
 FACTS = RunFacts(
@@ -41,10 +33,10 @@ FACTS = RunFacts(
     host_budget_bytes=32 * MIB,
     steps=2,
     slots=(
-        slot(0, 30 * MIB, "offload flash", "idle long enough; 12 ms", missed=1),
-        slot(1, 20 * MIB, "offload flash", "idle long enough; 3 ms", missed=2),
-        slot(2, 1000, "keep", "below the floor of 1 MiB"),
-        slot(3, 2000, "keep", "below the floor of 1 MiB"),
+        slot(30 * MIB, "offload flash", "idle long enough; 12 ms"),
+        slot(20 * MIB, "offload flash", "idle long enough; 3 ms"),
+        slot(1000, "keep", "below the floor of 1 MiB"),
+        slot(2000, "keep", "below the floor of 1 MiB"),
     ),
     saved_peak_bytes=640 * MIB,
     tbw_bytes=600 * 10**12,
@@ -66,6 +58,7 @@ def recorder() -> Recorder:
     recorder.span(Stage.STALL, 9 * MS, 10 * MS, cause=StallCause.BUDGET)
     recorder.count("fallback.host", 2)
     recorder.count("write.failed.flash", 2)
+    recorder.count("prefetch.missed", 3)
     clock.advance(500 * MS)
     recorder.level("device", 0)
     clock.advance(500 * MS)
@@ -137,14 +130,14 @@ def test_slots_are_added_up_by_reason_without_detail(summary):
 
 
 def test_misses_fallbacks_and_wear(summary):
-    assert (summary.misses, summary.fallbacks) == (3, 2)  # misses: of the slots, as none is counted
+    assert (summary.misses, summary.fallbacks) == (3, 2)
     assert summary.ssd_written_bytes == 600 * 10**6
     assert summary.tbw_share == pytest.approx(1e-6)
     assert summary.steps_to_wear_out == 2_000_000
 
 
 def test_what_the_runtime_counts_is_a_miss_or_a_fallback(recorder):
-    recorder.count("prefetch.missed", 5)
+    recorder.count("prefetch.missed", 2)
     recorder.count("spill.full.flash", 10)
     recorder.count("spill.failed.host", 100)
     counted = summarize(recorder.snapshot(), FACTS)
@@ -177,7 +170,11 @@ def test_json_is_json_and_complete(summary):
     assert data["schema"] == 1
     assert set(data) == {"schema", *(each.name for each in dataclasses.fields(Summary))}
     assert data["flows"][0]["stage"] == "write"
-    assert data["counters"] == {"fallback.host": 2, "write.failed.flash": 2}
+    assert data["counters"] == {
+        "fallback.host": 2,
+        "prefetch.missed": 3,
+        "write.failed.flash": 2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -236,7 +233,7 @@ def test_an_empty_run_is_a_short_text():
 
 
 def test_many_reasons_are_cut_to_the_largest_and_the_rest_added_up(recorder):
-    slots = tuple(slot(n, 2**n * MIB, "keep", f"reason {n}") for n in range(TOP_REASONS + 3))
+    slots = tuple(slot(2**n * MIB, "keep", f"reason {n}") for n in range(TOP_REASONS + 3))
     facts = RunFacts(policy="all", device="cpu", budget_bytes=None, slots=slots)
     text = to_text(render(summarize(recorder.snapshot(), facts)), width=100)
     assert f"reason {TOP_REASONS + 2}" in text
@@ -250,7 +247,7 @@ def test_brackets_in_names_are_not_markup(recorder):
         policy="all",
         device="cpu",
         budget_bytes=None,
-        slots=(slot(0, 1, "keep", "held by [bold]layers[0]"),),
+        slots=(slot(1, "keep", "held by [bold]layers[0]"),),
         warnings=("slot [red]x",),
     )
     text = str(summarize(recorder.snapshot(), facts))

@@ -11,8 +11,8 @@ from optim_runs import assert_same, assert_same_states, give_gradients, paramete
 
 from penstock import TransferError
 from penstock.optim import FlashAdamW
-from penstock.testing.power import PowerLossDisk
-from penstock.testing.power_calls import recording
+from power_calls import recording
+from power_loss import PowerLossDisk
 from power_runs import Chance, examples
 
 SIZES = [(5, 1000), (257,)]

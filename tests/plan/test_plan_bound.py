@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from plan_choices import any_choice, every_choice, real_machines, small_problem
 from plan_profiles import MB, machines, network, networks, profiles, stack
 
+from penstock.lab.step_bound import min_step_ns
 from penstock.plan import Budgets, Machine
 from penstock.plan.assembly import draft
-from penstock.plan.bound import min_step_ns
 from penstock.plan.choice_bound import min_step_ns as least_under
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.replay import replay

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_profiles import MACHINE, MB, MS, machines, profiles, stack
+from plan_walk import peak_bytes
 
 from penstock.core.errors import ConfigError
 from penstock.plan import (
@@ -21,7 +22,6 @@ from penstock.plan import (
     policies,
 )
 from penstock.plan.assembly import mask_of
-from penstock.plan.check import peak_bytes
 from penstock.plan.groups import groups_of
 from penstock.plan.residency import residency
 from penstock.plan.window import least_window, returning

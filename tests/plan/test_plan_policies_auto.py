@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_choices import every_choice, real_machines, small_problem
 from plan_profiles import MB, machines, networks, profiles
+from plan_walk import peak_bytes
 
 from penstock.plan import Budgets, policies
 from penstock.plan.assembly import draft
-from penstock.plan.check import peak_bytes
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.replay import replay
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_profiles import COMPUTE, MACHINE, MB, SHAPE, encodable, network, networks, stack
 
+from penstock.lab.step_bound import oracle_ns
 from penstock.plan import Action, Budgets, CodecSample, Machine, policies
-from penstock.plan.bound import oracle_ns
 from penstock.plan.layers import Layer, prefetch_search
 from penstock.plan.policies.recompute import cost_aware, recompute_ns, sublinear
 from penstock.plan.problem import PlanningProblem

@@ -5,9 +5,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_profiles import MB, machines, profiles, stack
+from plan_walk import peak_bytes
 
 from penstock.plan import Action, Budgets, Decision, Machine, Operator, Plan, policies
-from penstock.plan.check import peak_bytes
 from penstock.plan.groups import groups_of, need_order
 from penstock.plan.replay import replay
 

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_choices import any_choice
 from plan_profiles import MACHINE, MB, network, networks, profiles
+from plan_walk import Returned
 
 from penstock.plan import Budgets
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.profile import Event
-from penstock.plan.residency import OFFLOADED, ResidencyModel, Returned, residency, small_beside
+from penstock.plan.residency import OFFLOADED, ResidencyModel, Residents, residency
 
 
 def step_by_step(profile, mask, segments):
@@ -19,7 +20,7 @@ def step_by_step(profile, mask, segments):
     sizes = [slot.key.nbytes for slot in profile.slots]
     back, kept, most_used = Returned(sizes, mask, segments), 0, 0
     hard, worst, most_kept = profile.small_bytes, -1, profile.small_bytes
-    small = small_beside(profile, segments)
+    small = Residents(profile, mask, segments).small_bytes.tolist()
     drops = deque(sorted(drop for one in segments for drop in one.drops))
     for place, (_, event, i) in enumerate(profile.steps):
         while drops and drops[0][0] <= place:

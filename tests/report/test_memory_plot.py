@@ -83,13 +83,6 @@ def test_the_budget_is_in_every_panel(figure):
         assert 300 * MIB / GIB in [line.get_ydata()[0] for line in axis.lines]
 
 
-def test_an_overlay_is_one_panel_with_a_colour_per_curve(figure):
-    drawn = figure(BOTH, overlay=True)
-    (axis,) = drawn.axes
-    assert labels(drawn) == ["without: device", "with: device"]
-    assert len({line.get_color() for line in axis.lines}) == 2
-
-
 def test_a_memory_has_one_colour_in_all_panels_and_panels_one_clock(figure):
     late = MemorySeries(run="with", memory="rss", t_ns=[S, 2 * S], nbytes=[GIB, GIB])
     first, second = figure([*BOTH, late]).axes
@@ -127,7 +120,7 @@ def test_files_are_what_their_suffix_says(tmp_path):
     width, height = struct.unpack(">II", head[16:])
     assert width == 1500
     assert height > 900
-    plot_memory(BOTH, tmp_path / "memory.svg", overlay=True)
+    plot_memory(BOTH, tmp_path / "memory.svg")
     assert ElementTree.parse(tmp_path / "memory.svg").getroot().tag.endswith("svg")
 
 

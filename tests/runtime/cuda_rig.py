@@ -184,6 +184,15 @@ def check_all_given_back(rig):
     assert not len(rig.mover._table)
 
 
+def state_of(ticket):
+    """Place of a ticket's bytes."""
+    if not ticket.written.done:
+        return "queued" if ticket.buffer is None and ticket.on_flash is None else "copying"
+    if ticket.discarded or ticket.written.error is not None:
+        return "gone"
+    return "on flash" if ticket.buffer is None else "staged"
+
+
 def pattern_of(number, nbytes):
     return (np.arange(nbytes, dtype=np.int64) * 31 + number * 7 + 1).astype(np.uint8)
 

@@ -3,11 +3,12 @@
 import random
 import weakref
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from cuda_rig import Rig, check_all_given_back, pattern_of
+from cuda_rig import Rig, check_all_given_back, pattern_of, state_of
 from simulated_device import DEVICE, io_error
 from test_cuda_races import Program
 
@@ -21,9 +22,7 @@ from penstock.core.errors import (
 )
 from penstock.core.units import KIB
 from penstock.io.engine import Priority
-from penstock.runtime.cuda.direct_inbound import DirectInbound
-from penstock.runtime.cuda.direct_outbound import DirectOutbound
-from penstock.runtime.cuda.tickets import Where
+from penstock.runtime.cuda.direct import DirectInbound, DirectOutbound
 from penstock.runtime.movers import RESTORED
 
 NBYTES = 16 * KIB
@@ -56,7 +55,7 @@ def test_exactly_the_bytes_of_a_storage_go_to_flash_and_back_and_none_to_the_hos
     for number, nbytes in enumerate((NBYTES, ODD_BYTES, 1)):
         ticket = rig.spill(number, nbytes)
         rig.settle()
-        assert ticket.where is Where.ON_FLASH
+        assert state_of(ticket) == "on flash"
         window = ticket.on_flash.window
         assert (window.nbytes, window.skew) == (nbytes, 0)
         assert rig.host.used_bytes == 0
@@ -78,7 +77,7 @@ def test_the_write_is_not_submitted_before_the_device_has_come_to_its_events(rig
         rig.serve()  # the digest
     assert [entry[1] for entry in rig.flash.pending] == ["write"]
     assert not rig.link.current.queue
-    assert ticket.where is Where.COPYING
+    assert state_of(ticket) == "copying"
 
 
 def test_trap_15_the_source_is_held_until_the_write_has_ended(rig):
@@ -117,7 +116,7 @@ def test_trap_17_a_write_can_be_called_off_until_it_has_begun(rig, begun):
     assert ticket.written.cancel() is begun  # the fence still holds the source: it is not over yet
     rig.settle()
     assert isinstance(ticket.written.error, CancelledError)
-    assert ticket.where is Where.NOWHERE
+    assert state_of(ticket) == "gone"
     assert bytes(source) == pattern_of(1, NBYTES).tobytes()
     rig.mover.discard(rig.flash, ticket)
     del source
@@ -131,7 +130,7 @@ def test_a_ticket_may_be_discarded_in_every_state(rig, serves):
         rig.serve()
     if serves == 3:
         rig.settle()
-        assert ticket.where is Where.ON_FLASH
+        assert state_of(ticket) == "on flash"
     rig.mover.discard(rig.flash, ticket)
     rig.mover.discard(rig.flash, ticket)  # once more is harmless
     rig.settle()
@@ -148,7 +147,7 @@ def test_a_storage_at_an_odd_address_goes_elsewhere(rig):
         rig.mover.write(odd, rig.flash, "slot")
     ticket = rig.mover.write(odd, rig.host_tier, "slot")
     rig.settle()
-    assert ticket.where is Where.STAGED
+    assert state_of(ticket) == "staged"
     rig.mover.discard(rig.host_tier, ticket)
 
 
@@ -182,7 +181,7 @@ def test_trap_23_what_flash_refuses_goes_to_pinned_memory(rig):
     assert (rig.flash.places, rig.link.live) == (0, 0)
     for number, ticket in enumerate(tickets):
         assert ticket.written.error is None
-        assert ticket.where is Where.STAGED
+        assert state_of(ticket) == "staged"
         assert rig.bytes_of(ticket) == pattern_of(number, NBYTES).tobytes()
         rig.mover.discard(rig.flash, ticket)
     check_all_given_back(rig)
@@ -346,9 +345,8 @@ def deaf_out(monkeypatch):
 
 def deaf_in(monkeypatch):
     """Reads that do not wait for what used the target's memory."""
-    submit = DirectInbound._submit
-    deaf = lambda self, lane, read, after, *rest: submit(self, lane, read, (), *rest)  # noqa: E731
-    monkeypatch.setattr(DirectInbound, "_submit", deaf)
+    deaf = lambda self, read: self._fenced(read, SimpleNamespace(error=None))  # noqa: E731
+    monkeypatch.setattr(DirectInbound, "_begin", deaf)
 
 
 @pytest.mark.parametrize("leave_out", [deaf_out, deaf_in])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_rig import Rig, check_all_given_back, pattern_of
+from cuda_rig import Rig, check_all_given_back, pattern_of, state_of
 from simulated_device import DEVICE, SimEvent, SimLink, io_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +27,6 @@ from penstock.io.engine import Priority
 from penstock.observe.recorder import Stage
 from penstock.runtime.cuda import link, pinned
 from penstock.runtime.cuda.lanes import Copy, CopyLane, start_daemon
-from penstock.runtime.cuda.tickets import Where
 from penstock.runtime.movers import RESTORED
 from penstock.store.account import Account
 
@@ -54,7 +53,7 @@ def test_what_is_spilled_comes_back_through_flash_and_through_the_host_tier(rig)
     for number, tier in enumerate((rig.flash, rig.host_tier)):
         ticket = rig.spill(number, NBYTES, tier)
         rig.settle()
-        assert ticket.where is (Where.ON_FLASH if tier is rig.flash else Where.STAGED)
+        assert state_of(ticket) == ("on flash" if tier is rig.flash else "staged")
         assert rig.bytes_of(ticket) == pattern_of(number, NBYTES).tobytes()
         rig.mover.discard(tier, ticket)
     check_all_given_back(rig)
@@ -63,7 +62,7 @@ def test_what_is_spilled_comes_back_through_flash_and_through_the_host_tier(rig)
 def test_writing_only_enqueues(rig):
     ticket = rig.spill(1, NBYTES)
     assert not ticket.written.done
-    assert ticket.where is Where.COPYING
+    assert state_of(ticket) == "copying"
     assert rig.link.current.queue  # the device has done nothing yet
 
 
@@ -213,10 +212,10 @@ def test_what_has_landed_before_it_is_handed_out_is_kept_for_another_stream_that
 def test_a_spill_that_finds_no_buffer_waits_in_a_queue_and_its_source_with_it():
     rig = small_rig()
     tickets = [rig.spill(number, NBYTES) for number in range(3)]
-    assert [ticket.where for ticket in tickets] == [Where.COPYING, Where.QUEUED, Where.QUEUED]
+    assert [state_of(ticket) for ticket in tickets] == ["copying", "queued", "queued"]
     assert rig.link.live == 3
     rig.settle()
-    assert [ticket.where for ticket in tickets] == [Where.ON_FLASH] * 3
+    assert [state_of(ticket) for ticket in tickets] == ["on flash"] * 3
     assert rig.link.live == 0
     for number, ticket in enumerate(tickets):
         assert rig.bytes_of(ticket) == pattern_of(number, NBYTES).tobytes()
@@ -242,14 +241,14 @@ def test_a_ticket_may_be_discarded_in_every_state(steps):
     rig = small_rig()
     blocker = rig.spill(0, NBYTES) if steps == 0 else None
     ticket = rig.spill(1, NBYTES)
-    reached = [Where.QUEUED, Where.COPYING, Where.STAGED, Where.STAGED, Where.ON_FLASH][steps]
+    reached = ["queued", "copying", "staged", "staged", "on flash"][steps]
     if steps >= 2:
         rig.serve()  # the write to flash has begun
     if steps == 3:
         rig.fetch(ticket)  # and a copy back from the buffer
     if steps >= 4:
         rig.settle()
-    assert ticket.where is reached
+    assert state_of(ticket) == reached
     rig.mover.discard(rig.flash, ticket)
     rig.mover.discard(rig.flash, ticket)  # once more is harmless
     rig.settle()
@@ -373,7 +372,7 @@ def test_trap_23_what_flash_refuses_stays_in_its_buffer():
     assert rig.flash.places == 0
     for number, ticket in enumerate(tickets):
         assert ticket.written.error is None
-        assert ticket.where is Where.STAGED
+        assert state_of(ticket) == "staged"
         assert rig.bytes_of(ticket) == pattern_of(number, NBYTES).tobytes()
         rig.mover.discard(rig.flash, ticket)
     check_all_given_back(rig)
@@ -396,7 +395,7 @@ def test_flash_that_turns_out_to_be_full_is_not_asked_again():
     rig.mover.discard(rig.flash, first)
     ticket = rig.spill(3, NBYTES)
     rig.settle()
-    assert ticket.where is Where.ON_FLASH
+    assert state_of(ticket) == "on flash"
     rig.close()
 
 
@@ -406,7 +405,7 @@ def test_nobody_waits_in_vain_for_a_buffer_that_holds_what_flash_refused():
     rig.flash.fails = io_error
     first = rig.spill(1, NBYTES)
     second = rig.spill(2, NBYTES)
-    assert second.where is Where.QUEUED
+    assert state_of(second) == "queued"
     rig.settle()
     assert isinstance(second.written.error, NoSpaceError)
     with pytest.raises(NoSpaceError, match="what flash has refused"):
@@ -474,7 +473,7 @@ def test_a_reload_is_taken_from_the_buffer_while_flash_is_being_written(rig):
 
 def test_a_reload_of_what_is_not_written_yet_is_a_mistake(rig):
     ticket = rig.spill(1, NBYTES)
-    with pytest.raises(ConfigError, match="being copied"):
+    with pytest.raises(ConfigError, match="before it was written"):
         rig.mover.read(rig.flash, ticket, rig.mover.allocate(ticket), Priority.DEMAND)
 
 
@@ -519,12 +518,12 @@ def test_targets_are_charged_until_they_die():
     ticket = rig.spill(1, NBYTES, rig.host_tier)
     rig.settle()
     storage = rig.restored(ticket)
-    assert rig.mover.used_bytes() == rig.budget.used_by(RESTORED) == NBYTES
+    assert rig.mover.used_bytes(rig.budget) == rig.budget.used_by(RESTORED) == NBYTES
     assert rig.mover.allocate(ticket) is None
     beyond = rig.mover.allocate(ticket, force=True)
-    assert rig.mover.used_bytes() == 2 * NBYTES == 2 * rig.mover.target_bytes(ticket)
+    assert rig.mover.used_bytes(rig.budget) == 2 * NBYTES == 2 * rig.mover.target_bytes(ticket)
     del storage, beyond
-    assert rig.mover.used_bytes() == 0
+    assert rig.mover.used_bytes(rig.budget) == 0
     rig.close()
 
 
@@ -536,7 +535,7 @@ def test_a_device_without_memory_is_like_a_full_budget_unless_forced(rig):
     assert rig.counters()["device.out_of_memory"] == 1
     with pytest.raises(torch.OutOfMemoryError):
         rig.mover.allocate(ticket, force=True)
-    assert rig.mover.used_bytes() == 0
+    assert rig.mover.used_bytes(rig.budget) == 0
 
 
 def test_an_unused_target_is_held_until_its_copy_has_landed_and_a_used_one_is_not(rig):
@@ -547,9 +546,9 @@ def test_an_unused_target_is_held_until_its_copy_has_landed_and_a_used_one_is_no
         if is_used:
             rig.mover.use(storage)
         del storage
-        assert rig.mover.used_bytes() == (0 if is_used else NBYTES)
+        assert rig.mover.used_bytes(rig.budget) == (0 if is_used else NBYTES)
         rig.settle()
-        assert rig.mover.used_bytes() == 0
+        assert rig.mover.used_bytes(rig.budget) == 0
 
 
 def test_a_demand_overtakes_prefetches_that_wait_for_a_buffer():
@@ -614,10 +613,10 @@ def test_making_room_waits_for_what_was_read_ahead_and_given_up():
     target, _ = rig.fetch(ticket)
     rig.mover.drop(target)
     del target
-    assert rig.mover.used_bytes() == NBYTES
+    assert rig.mover.used_bytes(rig.budget) == NBYTES
     threading.Timer(0.05, gate.set).start()
     assert rig.mover.trim(1) == NBYTES
-    assert rig.mover.used_bytes() == 0
+    assert rig.mover.used_bytes(rig.budget) == 0
     rig.mover.close()
 
 
@@ -944,7 +943,7 @@ def test_an_interrupt_in_the_middle_of_a_copy_frees_nothing_too_early(rig):
     rig.mover.drop(target)
     del target
     rig.mover.discard(rig.host_tier, ticket)
-    assert rig.mover.used_bytes() == rig.host.used_bytes == NBYTES
+    assert rig.mover.used_bytes(rig.budget) == rig.host.used_bytes == NBYTES
     rig.settle()
     gc.collect()  # the interrupt's frames
     check_all_given_back(rig)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cuda_rig import Rig, check_all_given_back, pattern_of
+from cuda_rig import Rig, check_all_given_back, pattern_of, state_of
 from cuda_training import BUDGET, HOST, MORE_HOST, trained
 
 import penstock
@@ -13,7 +13,6 @@ from penstock.core.units import KIB, MIB
 from penstock.io.pages import PageRange
 from penstock.observe.clients import SUSPENDED
 from penstock.runtime.cuda import pinned
-from penstock.runtime.cuda.tickets import Where
 from penstock.store.wrappers import FaultyTier
 
 NBYTES = 16 * KIB
@@ -92,7 +91,7 @@ def test_what_is_not_pinned_again_is_told_and_works(rig):
         rig.mover.wake()
     rig.link.refusal = ""
     ticket = rig.spill(1, NBYTES)
-    assert ticket.where is Where.COPYING
+    assert state_of(ticket) == "copying"
     (lane,) = (each for each in rig.mover._lanes.all() if each._flying)
     assert lane._flying[0].end is None  # the lane's thread issues it: the program does not wait
     rig.settle()

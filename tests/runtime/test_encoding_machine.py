@@ -118,7 +118,7 @@ class Machine(RuleBasedStateMachine):
         self.leaving.clear()
         self.reads.clear()
         assert self.rig.tier.held_bytes == sum(map(held_bytes, self.held))
-        assert self.rig.mover.used_bytes() == 0
+        assert self.rig.mover.used_bytes(self.rig.budget) == 0
 
     @rule()
     def reopen(self):

@@ -111,11 +111,11 @@ def test_whether_anything_moves(decisions, budgets, nothing):
 
 def test_a_forced_codec_is_in_every_decision_that_offloads():
     orders = orders_of(keep("a"), offload("b"), forced_codec="zero-value")
-    orders = replace(orders, default=DefaultRule("flash", 1 << 40, always=True))
+    rule = DefaultRule("flash", 1 << 40, always=True, forced_codec="zero-value")
     assert orders.decision_for(key("a")).codec == ""
     assert orders.decision_for(key("b")).codec == "zero-value"
     assert orders.decision_for(key("b", ordinal=3)).codec == "zero-value"
-    found = orders.default_decision(key("x"), half_free=True, offloaded_bytes=0)
+    found = rule.decide(key("x"), half_free=True, offloaded_bytes=0)
     assert found.codec == "zero-value"
 
 
@@ -171,28 +171,6 @@ FALLBACKS = {
 def test_the_fallback_codec_is_the_one_that_makes_a_slot_shortest(name, dtype, codecs, codec):
     orders = orders_of(offload("a"), profile=BEFORE)
     assert orders.fallback_codec(key(name), dtype, codecs) == codec
-
-
-def test_frames_longer_than_planned_matter_only_in_a_tier_that_counts_on_them():
-    coded = {"codec": "zero-value", "ratio": 0.25}
-    tight = Budgets(device_bytes=MIB, host_bytes=MIB, flash_bytes=1 << 40)
-    decisions = (
-        offload("a", "host", **coded),
-        offload("b", "host", **coded),
-        offload("c", **coded),
-        offload("d", "host"),
-    )
-    orders = orders_of(*decisions, budgets=tight, profile=BEFORE)
-    assert orders.tight_tiers == {"host"}
-    planned = (0.25 + 0.15) * MIB
-    assert orders.exceeds_plan(key("a"), int(planned) + 1)
-    assert not orders.exceeds_plan(key("a"), int(planned))
-    assert not orders.exceeds_plan(key("c"), MIB), "flash has room"
-    assert not orders.exceeds_plan(key("d"), 2 * MIB), "not encoded"
-    assert not orders.exceeds_plan(key("x"), 2 * MIB), "not in the plan"
-    roomy = replace(tight, host_bytes=4 * MIB)
-    assert not orders_of(*decisions, budgets=roomy, profile=BEFORE).tight_tiers
-    assert not orders_of(*decisions, budgets=tight).tight_tiers, "a user plan"
 
 
 # -- slots without a plan --------------------------------------------------------------------------
@@ -352,17 +330,6 @@ def test_without_codecs_there_is_no_shortage():
     assert running.active.encoding_when_refused(record("a")) is None
     assert running.active.fallback_encoding(record("a")) is None
     assert not running.active.shortage
-
-
-def test_frames_longer_than_planned_begin_a_shortage():
-    tight = Budgets(device_bytes=MIB, flash_bytes=MIB // 2)
-    coded = offload("a", codec="zero-value", ratio=0.25)
-    running = Running()
-    running.active.follow(orders_of(coded, budgets=tight, profile=BEFORE))
-    running.active.note_frames(record("a"), MIB // 4)
-    assert not running.active.shortage
-    running.active.note_frames(record("a"), MIB // 2)
-    assert running.active.shortage
 
 
 def test_slots_are_checked_while_orders_are_strict():

@@ -385,7 +385,6 @@ def test_tiers_that_are_too_small_for_bytes_as_they_are_are_a_reason_to_sample()
     tight = Budgets(device_bytes=64 * MIB, host_bytes=3 * MIB)
     planning = Planning(budgets=tight, codec="auto")
     assert looks(planning, [SAME] * 4) == ".s.."
-    assert planning.orders.tight_tiers == {"host"}
     roomy = Planning(budgets=replace(tight, host_bytes=5 * MIB), codec="auto")
     assert looks(roomy, [SAME] * 4) == "...."
 
@@ -462,7 +461,7 @@ def test_memory_taken_in_the_middle_of_a_crowded_pass_is_noted(scratch_bytes):
 def test_a_forced_codec_has_its_memory_from_the_beginning_and_is_in_every_decision():
     planning = Planning(codec="zero-value")
     assert planning.opened == 1
-    assert planning.orders.forced_codec == "zero-value"
+    assert planning.orders.default.forced_codec == "zero-value"
     assert not planning.orders.can_encode, "no other is chosen, nor is it for want of room"
     planning.run(SAME)
     assert planning.orders.decision_for(key("a")).codec == "zero-value"

@@ -262,29 +262,50 @@ def test_an_error_names_what_the_full_account_holds():
     assert Account(5).held_by() == "nothing is held"
 
 
-def test_one_account_for_the_process_and_another_for_a_child():
+@pytest.fixture
+def fork_while_locked():
+    """Fork while another thread holds an account's lock; return the child's process, 0 in the child."""
+
+    def fork(memory):
+        locked = threading.Event(), threading.Event()
+
+        def hold():
+            with memory.changed:
+                locked[0].set()
+                locked[1].wait(20)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        locked[0].wait()
+        pid = os.fork()
+        if pid:
+            locked[1].set()
+            holder.join()
+        return pid
+
+    return fork
+
+
+def test_an_account_of_a_device_is_unlocked_in_a_forked_child(fork_while_locked):
+    device = Account(100)
+    child = device.child("streams")
+    pid = fork_while_locked(device)
+    if not pid:
+        os._exit(0 if child.try_take(60, "a") and not device.try_take(60, "b") else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_one_account_for_the_process_and_another_for_a_child(fork_while_locked):
     memory = host_account()
     assert memory is host_account()
     held, mine = memory.used_bytes, memory.child("test of a fork")
     mine.force(5, "a")
-    locked = threading.Event(), threading.Event()
-
-    def hold():
-        with memory.changed:
-            locked[0].set()
-            locked[1].wait(20)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    locked[0].wait()
-    pid = os.fork()
+    pid = fork_while_locked(memory)
     if not pid:  # what a thread of the parent had locked is free, and nobody's bytes are here
         mine.free(5, "a")
         mine.close()
         inside = host_account()
         os._exit(0 if inside is not memory and inside.try_take(1, "a") else 1)
-    locked[1].set()
-    holder.join()
     assert os.waitpid(pid, 0)[1] == 0
     assert memory.used_bytes == held + 5
     mine.close()
@@ -374,6 +395,19 @@ def test_it_is_not_waited_for_memory_that_nobody_holds(monkeypatch):
     monkeypatch.setattr(account, "PATIENCE_S", 1e6)
     assert not buffers.make_room(30), "all that yields would not do"
     assert asked == []
+
+
+def test_bytes_that_are_kept_for_another_account_are_missing(monkeypatch):
+    """They are free, but not for an account that yields: it waits for them as for others' bytes."""
+    process = Account(100, name="memory")
+    saved, buffers = process.child("saved tensors"), process.child("buffers")
+    seen = []
+    saved.yield_by(lambda nbytes: seen.append(saved.missing_elsewhere(30)))
+    assert saved.try_take(50, "saved")
+    assert saved.missing_elsewhere(30) == 0
+    monkeypatch.setattr(account, "PATIENCE_S", 0.001)
+    assert not buffers.make_room(60)
+    assert seen == [40]
 
 
 def test_an_account_that_yields_is_woken_when_another_has_given_up(monkeypatch):

@@ -20,9 +20,9 @@ from penstock.store.blob import ReservedTier
 from penstock.store.engine import shared_engine
 from penstock.swap.space import SwapSpace
 from penstock.testing.engines import aligned
-from penstock.testing.power import PowerLossDisk
-from penstock.testing.power_calls import recording
 from penstock.testing.tier_machine import check_all_room
+from power_calls import recording
+from power_loss import PowerLossDisk
 from power_runs import Chance, examples
 
 

@@ -1,22 +1,18 @@
-"""The host tier and its copier: order, fragmentation, budgets, threads."""
+"""The host tier: fragmentation, budgets, threads."""
 
-import ctypes
 import gc
 import threading
-from concurrent.futures import CancelledError
 from contextlib import ExitStack
 
 import pytest
-from tier_builders import host, outcome
+from tier_builders import host
 
 from penstock.core.errors import ClosedError, ConfigError, NoSpaceError
 from penstock.core.units import KIB, MIB
-from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder
 from penstock.store import HostTier
 from penstock.store.account import Account
 from penstock.store.arena import Arena
-from penstock.store.copier import Copier, CopyRange
 from penstock.testing.engines import aligned
 from penstock.testing.tier_machine import assert_equal, read, wait_until, write
 
@@ -113,118 +109,16 @@ class TestHostTier:
     def test_its_thread_comes_late_and_goes_early(self, stack):
         arena = Arena(MIB)
         tier = HostTier(arena, capacity_bytes=MIB, recorder=Recorder(), name="late")
-        assert not threads("penstock-late")
+        assert not threads("penstock-late-0")
         write(tier, aligned(100), 0, 100).written.wait(20)
-        assert len(threads("penstock-late")) == 1
+        assert len(threads("penstock-late-0")) == 1
         tier.close()
-        assert not threads("penstock-late")
+        assert not threads("penstock-late-0")
 
     def test_dropped_without_close(self):
         tier = HostTier(Arena(MIB), capacity_bytes=MIB, recorder=Recorder(), name="dropped")
         write(tier, aligned(100), 0, 100).written.wait(20)
-        assert threads("penstock-dropped")
+        assert threads("penstock-dropped-0")
         del tier
         gc.collect()
-        wait_until(lambda: not threads("penstock-dropped"))
-
-
-class Gate:
-    """Stands in for ``memmove``: pieces wait until they are let through. Remembers targets."""
-
-    def __init__(self):
-        self.targets = []
-        self.arrived = threading.Semaphore(0)
-        self.tokens = threading.Semaphore(0)
-
-    def memmove(self, target, source, nbytes):
-        self.targets.append(target)
-        self.arrived.release()
-        assert self.tokens.acquire(timeout=20)
-        ctypes.memmove(target, source, nbytes)
-
-    def wait_for_piece(self):
-        assert self.arrived.acquire(timeout=20)
-
-
-class TestCopier:
-    @pytest.fixture(autouse=True)
-    def small_pieces(self, monkeypatch):
-        monkeypatch.setenv("PENSTOCK_IO_PIECE", "4KiB")
-
-    @pytest.fixture
-    def gate(self, monkeypatch):
-        gate = Gate()
-        monkeypatch.setattr("penstock.store.copier.ctypes", gate)
-        yield gate
-        gate.tokens.release(1000)
-
-    @pytest.fixture
-    def copier(self):
-        copier = Copier("copier")
-        yield copier
-        copier.close()
-
-    def copy(self, copier, nbytes, priority=Priority.PREFETCH):
-        source, target = aligned(nbytes, seed=4), aligned(nbytes)
-        ranges = [CopyRange(target.ctypes.data, source.ctypes.data, nbytes)]
-        return copier.submit(ranges, (source, target), priority), target.ctypes.data
-
-    def test_pieces_make_the_whole(self, copier):
-        source, target = aligned(64 * KIB, seed=4), aligned(64 * KIB)
-        to, of = target.ctypes.data, source.ctypes.data
-        ranges = [CopyRange(to + 7, of + 7, 20_001), CopyRange(to + 30_000, of + 1, 5)]
-        assert copier.submit(ranges, (source, target), Priority.DEMAND).wait(20) == 20_006
-        expected = aligned(64 * KIB)
-        expected[7:20_008] = source[7:20_008]
-        expected[30_000:30_005] = source[1:6]
-        assert (target == expected).all()
-
-    def test_priority_then_age(self, gate, copier):
-        _, held = self.copy(copier, 8)
-        gate.wait_for_piece()
-        priorities = (Priority.WRITE_BEHIND, Priority.PREFETCH, Priority.PREFETCH, Priority.DEMAND)
-        copies = [self.copy(copier, 8, priority) for priority in priorities]
-        gate.tokens.release(1000)
-        for transfer, _ in copies:
-            transfer.wait(20)
-        assert gate.targets == [held, *(copies[index][1] for index in (3, 1, 2, 0))]
-
-    def test_a_demand_waits_for_one_piece(self, gate, copier):
-        """What has begun is overtaken between two pieces, and goes on where it was."""
-        long, start = self.copy(copier, 3 * 4096, Priority.WRITE_BEHIND)
-        gate.wait_for_piece()
-        assert not long.cancel()
-        demand, other = self.copy(copier, 4096, Priority.DEMAND)
-        gate.tokens.release(2)
-        demand.wait(20)
-        gate.wait_for_piece()
-        gate.wait_for_piece()
-        assert not long.done
-        gate.tokens.release(1000)
-        long.wait(20)
-        assert gate.targets == [start, other, start + 4096, start + 8192]
-
-    def test_promoted_and_cancelled(self, gate, copier):
-        _, held = self.copy(copier, 8)
-        gate.wait_for_piece()
-        one, first = self.copy(copier, 8, Priority.WRITE_BEHIND)
-        two, second = self.copy(copier, 8, Priority.WRITE_BEHIND)
-        three, _ = self.copy(copier, 8)
-        two.promote(Priority.DEMAND)
-        two.promote(Priority.WRITE_BEHIND)  # a lower one is ignored
-        assert three.cancel()
-        assert not three.cancel()
-        gate.tokens.release(1000)
-        one.wait(20)
-        two.wait(20)
-        assert isinstance(outcome(three), CancelledError)
-        assert gate.targets == [held, second, first]
-        assert not one.cancel()
-
-    def test_closed(self, copier):
-        transfer, _ = self.copy(copier, 64 * KIB)
-        copier.close()
-        assert transfer.done
-        assert transfer.error is None
-        with pytest.raises(ClosedError, match="copier is closed"):
-            self.copy(copier, 8)
+        wait_until(lambda: not threads("penstock-dropped-0"))

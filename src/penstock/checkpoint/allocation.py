@@ -1,6 +1,6 @@
-"""Memory for tensors that come from a checkpoint and have none yet.
+"""Memory for new tensors of a loaded checkpoint.
 
-In huge pages, which the device and later the optimizer like; or in a mapped file without a name, for
+It is in huge pages, which are faster for the device and the optimizer; or in an unlinked mapped file, for
 states that are on their way to flash and need not fit in memory.
 """
 
@@ -22,24 +22,24 @@ from penstock.io.mapping import PAGE_BYTES, Mapping
 from penstock.io.pages import PageRange
 
 _CHUNK_BYTES: Final = 64 * MIB
-"""Tensors share mappings of about this, which live as long as any of them."""
+"""Length of mappings that tensors share, which live as long as any of those."""
 _ALIGNMENT_BYTES: Final = 64
 _LARGE_BYTES: Final = MIB
-"""Smaller tensors are torch's own."""
+"""Torch allocates smaller tensors."""
 
 
 class Fresh:
-    """Makes tensors; nothing of them is resident until something is written to them.
+    """Allocator of tensors, whose memory is not resident until it is written to.
 
     Attributes:
-        pages: What they have taken of memory, oldest first; it lives as long as they do.
+        pages: Memory of the tensors, oldest first; it lives as long as they do.
     """
 
     def __init__(self, directory: str | None = None) -> None:
-        """Begin.
+        """Allocate nothing yet.
 
         Args:
-            directory: Where a file without a name may be; None: in memory.
+            directory: Directory for an unlinked file; None to allocate memory.
         """
         self.pages: list[PageRange] = []
         self._directory = directory
@@ -47,7 +47,7 @@ class Fresh:
         self._left: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
-        """One of an owner's dtype, shape and strides. Raises TransferError if there is no memory."""
+        """Return a tensor for an owner's entry. Raises TransferError if there is no memory."""
         dtype = DTYPES[entry.dtype].dtype
         if entry.nbytes < _LARGE_BYTES:
             if entry.strides is None:

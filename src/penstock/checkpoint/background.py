@@ -1,18 +1,18 @@
 """Saving while training goes on.
 
 [Note: copy at the boundary]
-    Parameters and optimizer states change at one moment only: in the optimizer's step. So a save may read
-    them until then, from the tensors themselves, in another thread. A hook before the step waits until
-    all has been read, and does not wait idly: it copies pieces of what has not been read yet, the last to
-    be written first, until it meets the thread that writes from the front, or a budget of bytes is used
-    up. Nobody holds a lock while bytes are copied: a piece may be read by both, for nobody changes it
-    before the hook returns. Everything else in the state (buffers, generators, averages) may change at
-    any moment, and the same is done with it before ``save`` returns. A tensor that is changed all the
-    same is noticed by its version, and the save fails: a checkpoint is of one moment or is not.
+    Parameters and optimizer states change in the optimizer's step only. Until then a save reads the
+    tensors themselves, in another thread. A hook before the step waits until everything has been read.
+    Meanwhile it copies pieces that have not been read yet, those to be written last first, until it meets
+    the writing thread or has used up a budget. No lock is held while bytes are copied: both may read a
+    piece, as nothing changes it before the hook returns. Everything else in the state (buffers,
+    generators, averages) may change at any moment, so the same is done with it before ``save`` returns. A
+    tensor that is changed nevertheless is noticed by its version, and the save fails: a checkpoint is of
+    one moment.
 
 [Note: priority of a save]
-    Blocks are written with the priority BACKGROUND, so that reads of backward and writes of activations
-    overtake them. As soon as training waits for the save, the blocks that follow have a higher priority.
+    Blocks are written with the priority BACKGROUND: reads of backward and writes of activations overtake
+    them. As soon as training waits for the save, further blocks have a higher priority.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.checkpoint.api import Saved
 from penstock.checkpoint.disk import having_threads
 from penstock.checkpoint.regions import Plain, Region
 from penstock.checkpoint.streams import BUFFERS_BYTES
-from penstock.checkpoint.tensors import Leaf, Prepared
+from penstock.checkpoint.tensors import Prepared
 from penstock.core.errors import CheckpointError, PenstockError, PenstockWarning
 from penstock.core.locks import condition
 from penstock.core.units import MIB
@@ -45,56 +45,64 @@ PIECE_BYTES: Final = 2 * MIB
 _ALIGNMENT_BYTES: Final = 64
 
 Write = Callable[["Saving", list[list[tuple[int, Region]]]], Saved]
-"""Writes the regions of all files, telling the first argument which bytes are not read any more."""
+"""Function that writes the regions of all files, and notes in its first argument what it has read."""
 
 _under_way: weakref.WeakSet[Saving] = weakref.WeakSet()
-"""Those that may still read, and some that are over."""
+"""Saves that may still read, and some that have ended."""
 
 
 class TensorSnapshot(Region):
     """A tensor's bytes; those of some pieces are copies of what they were."""
 
-    def __init__(self, saving: Saving, region: Region, leaf: Leaf, file: int, start: int) -> None:
-        """Look at the tensor.
+    def __init__(
+        self,
+        saving: Saving,
+        region: Region,
+        tensor: torch.Tensor,
+        name: str,
+        place: tuple[int, int],
+    ) -> None:
+        """Copy nothing yet.
 
         Args:
-            saving: Knows who reads.
+            saving: Save that reads it.
             region: Its bytes.
-            leaf: It.
-            file: Number of the file that it goes to.
-            start: Where it begins there.
+            tensor: The tensor.
+            name: Its name in errors.
+            place: Number of the file that it goes to, and its offset there.
         """
         self.nbytes = region.nbytes
-        self.storage = _storage(leaf.tensor)
+        self.storage = _storage(tensor)
         self._saving = saving
-        self._place = file, start
+        self._place = place
         self._region = region
-        self._leaf = leaf
-        self.has_version = not leaf.tensor.is_inference()
-        self._version = leaf.tensor._version if self.has_version else 0
+        self._tensor = tensor
+        self._name = name
+        self.has_version = not tensor.is_inference()
+        self._version = tensor._version if self.has_version else 0
         self._copies: dict[int, Region] = {}
 
     @property
     def was_changed(self) -> bool:
-        """Return whether the tensor is not what it was."""
-        return self.has_version and self._leaf.tensor._version != self._version
+        """Return whether the tensor has been changed."""
+        return self.has_version and self._tensor._version != self._version
 
     @property
     def pieces(self) -> int:
-        """How many."""
+        """Number of pieces."""
         return -(-self.nbytes // PIECE_BYTES)
 
     def piece_bytes(self, piece: int) -> int:
-        """Of one of them."""
+        """Return the length of a piece."""
         return min(PIECE_BYTES, self.nbytes - piece * PIECE_BYTES)
 
     def end(self, piece: int) -> tuple[int, int]:
-        """The file, and where in it a piece ends."""
+        """Return the file of a piece, and the offset of its end there."""
         file, start = self._place
         return file, start + piece * PIECE_BYTES + self.piece_bytes(piece)
 
     def has_copy(self, piece: int) -> bool:
-        """Return whether the tensor is not needed for it."""
+        """Return whether a piece has been copied."""
         return piece in self._copies
 
     def copy_out(self, start: int, stop: int, address: int) -> None:
@@ -112,36 +120,32 @@ class TensorSnapshot(Region):
                 self._saving.has_read()
             if was_changed:
                 raise CheckpointError(
-                    f"{self._leaf.name} was changed while it was being saved, not by a step of an"
+                    f"{self._name} was changed while it was being saved, not by a step of an"
                     " optimizer in the state: this save is given up; call wait() or before_update()"
                     " before that change"
                 )
-
-    def copy_in(self, start: int, stop: int, address: int) -> None:
-        """Not for what is saved."""
-        raise AssertionError("what is saved is not written to")
 
     def copy_of(self, piece: int) -> Region | None:
         """Return the copy of a piece, if there is one."""
         return self._copies.get(piece)
 
     def copied(self, piece: int, memory: torch.Tensor) -> Region:
-        """Its bytes, in memory of that length."""
+        """Copy a piece to memory of its length."""
         start = piece * PIECE_BYTES
         self._region.copy_out(start, start + memory.numel(), memory.data_ptr())
         return Plain(memory)
 
     def take(self, piece: int, copy: Region) -> None:
-        """From now on the copy is read, and not the tensor."""
+        """Use a copy in place of a piece from now on."""
         self._copies[piece] = copy
 
 
 class Saving:
-    """A save on its way, in a thread of its own. Its methods are for the training thread.
+    """A save that runs in a thread of its own. Its methods are for the training thread.
 
     Attributes:
-        stall_s: What it has held training up, so far.
-        copied_bytes: What had to be copied.
+        stall_s: Time for which it has blocked training so far.
+        copied_bytes: Bytes that had to be copied.
     """
 
     def __init__(
@@ -153,17 +157,17 @@ class Saving:
         optimizers: Sequence[torch.optim.Optimizer],
         copies_bytes: int,
     ) -> None:
-        """See to what may change at any moment, and begin to write.
+        """Begin to write; return when everything that may change at any moment is read or copied.
 
         Args:
-            prepared: What is saved.
+            prepared: The state.
             write: Writes it.
             steady: Addresses of storages that change in the optimizers' steps only, or never.
             optimizers: Those optimizers.
-            copies_bytes: Memory for copies; what does not fit is waited for.
+            copies_bytes: Memory for copies; for what does not fit, training waits.
 
         Raises:
-            TransferError: The system starts no thread. It is over then.
+            TransferError: The system starts no thread. Nothing is saved then.
         """
         start = time.perf_counter()
         self.stall_s = 0.0
@@ -194,7 +198,7 @@ class Saving:
                 shared_engine().start()  # the save may have to go on when the program ends
                 self._thread.start()
             self._let_change(unsteady)
-        except BaseException:  # nobody is given this, to wait for it
+        except BaseException:  # the caller gets no object to wait for
             self._let_go()
             if self._thread.ident is None:
                 self._end()  # nothing reads: the optimizers must not wait for that
@@ -205,7 +209,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Return whether it is over, well or not."""
+        """Return whether it has ended, successfully or not."""
         return self._over
 
     def wait(self) -> Saved:
@@ -221,7 +225,7 @@ class Saving:
         return self._saved
 
     def before_update(self) -> None:
-        """Everything in the state may change when this returns; optimizers of torch call it."""
+        """Wait until everything in the state may change; torch's optimizers call it."""
         start = time.perf_counter()
         self._let_change(self._all)  # hooks stay until wait(): torch is going through them now
         self.stall_s += time.perf_counter() - start
@@ -243,7 +247,7 @@ class Saving:
             self._window.priority = Priority.PREFETCH
 
     def _copy_from_the_end(self, sources: Sequence[TensorSnapshot]) -> tuple[int, int]:
-        """Up to where the tensors must have been read by the thread that writes."""
+        """Copy what the budget allows; return the end of what the writing thread must read itself."""
         for source in reversed(sources):
             for piece in reversed(range(source.pieces)):
                 nbytes, end = source.piece_bytes(piece), source.end(piece)
@@ -274,7 +278,7 @@ class Saving:
         return None if block is None else torch.from_numpy(block.lend(0, nbytes))
 
     def _end(self) -> None:
-        """Nothing is read any more."""
+        """Note that nothing will be read any more."""
         with self._changed:
             self._over = True
             self._all = []
@@ -285,7 +289,7 @@ class Saving:
     # -- for the thread that writes -------------------------------------------------------------------
 
     def reads(self, source: TensorSnapshot, piece: int) -> Region | None:
-        """A copy to be read in place of the tensor; None: the tensor is read, until ``has_read``."""
+        """Return the copy of a piece; if None, the tensor is being read until ``has_read``."""
         with self._changed:
             copy = source.copy_of(piece)
             if copy is None:
@@ -293,7 +297,7 @@ class Saving:
             return copy
 
     def has_read(self) -> None:
-        """The tensor is not read any more."""
+        """Note that no tensor is being read any more."""
         with self._changed:
             self._reading = None
             self._changed.notify_all()
@@ -306,7 +310,7 @@ class Saving:
             self._hurry()
 
     def released(self, file: int, end: int) -> None:
-        """Of a file, by its number, the bytes before ``end`` are not read any more."""
+        """Note that the bytes before ``end`` of a file, by its number, have been read."""
         with self._changed:
             self._released = (file, end)
             self._changed.notify_all()
@@ -314,9 +318,9 @@ class Saving:
     def _run(self, write: Write, regions: list[list[tuple[int, Region]]]) -> None:
         try:
             self._saved = write(self, regions)
-        except BaseException as error:  # noqa: BLE001  (whoever waits gets it)
+        except BaseException as error:  # noqa: BLE001  (``wait`` raises it)
             self._error = error.with_traceback(None)
-            if not threading.main_thread().is_alive():  # the program ends: nobody will ask
+            if not threading.main_thread().is_alive():  # the program ends without ``wait``
                 warnings.warn(failure_told(error), PenstockWarning, stacklevel=2)
         self._end()
 
@@ -331,11 +335,12 @@ class Saving:
     def _sources(self, prepared: Prepared) -> list[list[tuple[int, Region]]]:
         made: list[list[tuple[int, Region]]] = []
         for number, plan in enumerate(prepared.plans):
-            members = [i for i in plan.leaves if prepared.leaves[i].nbytes]
-            header, *others = plan.regions(prepared.leaves)
+            members = [i for i in plan.members if prepared.entries[i].nbytes]
+            header, *others = plan.regions(prepared.tensors)
             file: list[tuple[int, Region]] = [header]
             for index, (offset, region) in zip(members, others, strict=True):
-                source = TensorSnapshot(self, region, prepared.leaves[index], number, offset)
+                tensor, name = prepared.tensors[index], prepared.entries[index].name
+                source = TensorSnapshot(self, region, tensor, name, (number, offset))
                 self._all.append(source)
                 file.append((offset, source))
             made.append(file)
@@ -348,13 +353,13 @@ def failure_told(error: BaseException) -> str:
 
 
 def let_all_change() -> None:
-    """No tensor is read by a save any more when this returns: the memory of all may go."""
+    """Wait until no save reads a tensor any more, so that the memory of all may be freed."""
     for saving in tuple(_under_way):
         saving.before_update()
 
 
 def _pieces(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Pieces that some bytes lie in, by number, and which bytes in each."""
+    """Yield the numbers of the pieces that some bytes lie in, and the bytes in each."""
     while start < stop:
         piece = start // PIECE_BYTES
         end = min(stop, (piece + 1) * PIECE_BYTES)
@@ -363,16 +368,19 @@ def _pieces(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 
 def steady_in(
-    optimizers: Sequence[torch.optim.Optimizer], private: Sequence[torch.Tensor]
+    optimizers: Sequence[torch.optim.Optimizer], private: Sequence[object]
 ) -> frozenset[int]:
-    """Addresses of storages that change in steps of the optimizers only, or that nobody else has."""
-    found = {_storage(each) for each in private}
+    """Return addresses of storages that change in the optimizers' steps only, or that nothing else has.
+
+    Args:
+        optimizers: The optimizers.
+        private: Tensors that nothing else has, and other values.
+    """
+    found = list(private)
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            found.update(_storage(each) for each in group["params"])
-        for state in optimizer.state.values():
-            found.update(_storage(v) for v in state.values() if isinstance(v, torch.Tensor))
-    return frozenset(found)
+        found += (each for group in optimizer.param_groups for each in group["params"])
+        found += (each for state in optimizer.state.values() for each in state.values())
+    return frozenset(_storage(each) for each in found if isinstance(each, torch.Tensor))
 
 
 def _storage(tensor: torch.Tensor) -> int:

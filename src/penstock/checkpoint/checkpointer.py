@@ -1,7 +1,7 @@
-"""A directory of checkpoints: the latest that is whole, so many kept, one writer.
+"""A directory of checkpoints of one run: it has one writer, and keeps the last ones.
 
-How often to save follows CheckFreq (Mohan, Phanishayee, Chidambaram; FAST 2021): the interval follows
-from the time of a step, the time for which a save blocks training, and the time that it writes.
+The interval between saves follows CheckFreq (Mohan, Phanishayee, Chidambaram; FAST 2021): from the time
+of a step, the time for which a save blocks training, and the time that it writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.checkpoint.staging import (
     remove_leftovers,
     retire,
 )
-from penstock.checkpoint.stateful import frozen_in, optimizers_in, tensors_in
+from penstock.checkpoint.stateful import frozen_in, optimizers_in, parts_of
 from penstock.checkpoint.streams import BUFFERS_BYTES, count_within
 from penstock.checkpoint.tensors import Prepared
 from penstock.checkpoint.values import Json
@@ -50,14 +50,14 @@ from penstock.core.files import absolute_path
 from penstock.core.units import MIB, format_bytes, parse_bytes
 
 _REMEMBERED: Final = 25
-"""Steps and saves of which the median counts."""
+"""Number of steps and saves in the medians."""
 
 
 class Interval:
     """Steps between two saves. Not thread-safe.
 
     Attributes:
-        steps: How many, now.
+        steps: The present interval.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Interval:
         """Begin without a measurement.
 
         Args:
-            overhead: What saving may add to the time that training takes, as a fraction: 0.01 is 1 %.
-            first_steps: The interval until something was measured.
-            most_steps: The longest.
+            overhead: Fraction that saving may add to the time of training: 0.01 is 1 %.
+            first_steps: Interval until a save was measured.
+            most_steps: Longest interval.
 
         Raises:
-            ConfigError: An overhead that is not between 0 and 1, or no steps.
+            ConfigError: The overhead is not between 0 and 1, or an interval is not positive.
         """
         if not 0.0 < overhead < 1.0:
             raise ConfigError(f"an overhead of {overhead} is not between 0 and 1; 0.01 is 1 %")
@@ -85,12 +85,12 @@ class Interval:
         self._busy_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def stepped(self, seconds: float) -> None:
-        """A step took so long, without what saving took of it."""
+        """Note the time of a step, without that of saving."""
         self._step_s.append(seconds)
         self._tune()
 
     def saved(self, *, stall_s: float, busy_s: float) -> None:
-        """A save held training up for so long, and was durable after so long."""
+        """Note how long a save blocked training, and how long it took until it was durable."""
         self._stall_s.append(stall_s)
         self._busy_s.append(busy_s)
         self._tune()
@@ -105,7 +105,7 @@ class Interval:
 
 
 _OWN_BYTES: Final = 6 * MIB
-"""Stacks of threads, the manifest, and what Python has of both: 2.6 MiB, of a state of 1.3 GB."""
+"""Memory for stacks of threads, the manifest and Python's objects: 2.6 MiB for a state of 1.3 GB."""
 
 
 def shares_of(memory_bytes: int, block_bytes: int) -> tuple[int, int]:
@@ -140,12 +140,12 @@ class Stats:
 
     Attributes:
         saves: Checkpoints that became durable.
-        failures: Saves that failed; the checkpoints before stayed.
-        stall_s: What training was held up.
-        write_s: What saves took, from their beginning until they were durable.
-        written_bytes: What went to the device.
-        reused_bytes: What of that was written over files of a retired checkpoint.
-        copied_bytes: What was copied, because it was to change before it was written.
+        failures: Saves that failed; earlier checkpoints stayed.
+        stall_s: Time for which training was blocked.
+        write_s: Time of the saves, from their beginning until they were durable.
+        written_bytes: Bytes written to the device.
+        reused_bytes: Bytes of those that were written over files of a retired checkpoint.
+        copied_bytes: Bytes copied because they were about to change before they were written.
     """
 
     saves: int = 0
@@ -161,8 +161,8 @@ class Checkpointer:
     """Checkpoints of one run in one directory, of which it is the only writer. For one thread.
 
     Attributes:
-        directory: Its absolute path.
-        stats: What saving has cost.
+        directory: Absolute path of the directory.
+        stats: Cost of saving so far.
     """
 
     def __init__(
@@ -179,30 +179,29 @@ class Checkpointer:
         store: CheckpointStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Lock the directory, which is made if need be, and remove what dead writers left.
+        """Create the directory if it does not exist, lock it, and remove what dead writers left.
 
         Args:
-            directory: On a local disk.
-            keep: How many checkpoints stay, at least 1: the last by their steps, and whatever was saved
-                last. While one is saved there is one more.
-            every: ``due`` is true every so many steps.
-            overhead: Instead: the interval is tuned so that saving adds this fraction, as 0.01, to what
-                training takes.
-            incremental: Files in which nothing has changed since the last checkpoint are shared with it.
-                One that is damaged later is then damaged in both.
+            directory: Path on a local disk.
+            keep: Number of checkpoints to keep, at least 1: those of the last steps, and always the one
+                saved last. During a save there is one more.
+            every: Interval in steps at which ``due`` is true.
+            overhead: Tune the interval instead, so that saving adds this fraction, such as 0.01, to the
+                time of training.
+            incremental: Share unchanged files with the last checkpoint. One that is damaged later is
+                then damaged in both.
             codec: As for :func:`penstock.checkpoint.save`.
-            memory: The most that a save in the background takes in all, bytes or ``"64MiB"``: some for
-                buffers on their way, the rest for copies of what changes before it was written. What
-                does not fit is waited for.
-            reuse: Whether a save writes over the files of a checkpoint that does not stay, which is kept
-                aside for that; its space is not free meanwhile. See [Note: spare files]. Not where it is
-                incremental: checkpoints then share files.
-            store: How checkpoints are made; for tests.
-            clock: Seconds.
+            memory: Most memory of a save in the background, in bytes or as ``"64MiB"``: for buffers, and
+                for copies of what changes before it is written. For what does not fit, training waits.
+            reuse: Write over the files of a retired checkpoint, which is kept as a spare; its space is
+                not free meanwhile. See [Note: spare files]. Without effect if ``incremental``, as
+                checkpoints then share files.
+            store: Saves and loads; for tests.
+            clock: Returns seconds.
 
         Raises:
-            ConfigError: A senseless setting; or another writer has the directory.
-            TransferError: It cannot be made or opened.
+            ConfigError: A setting is invalid, or another writer has the directory.
+            TransferError: The directory cannot be made or opened.
         """
         for name, count in (("keep", keep), ("every", 1 if every is None else every)):
             if not _is_whole(count) or count < 1:
@@ -233,7 +232,7 @@ class Checkpointer:
                     f"{self.directory!r} is held by another Checkpointer, in this process or another:"
                     " close that, or name another directory"
                 )
-            self._store.disk.sync(self._root)  # what is found stays, whoever was killed before this
+            self._store.disk.sync(self._root)  # a killed writer may not have done it
             with _not_on_read_only():
                 self._remove_leftovers(self._root)
             for each in listeners:
@@ -251,7 +250,7 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Return whether to save after this step; call it once after each.
 
-        It is true also when the process is to sleep, and what it then has must survive.
+        It is also true when the process is to sleep and its state must survive.
         """
         now = self._clock()
         if self._interval is not None:
@@ -264,7 +263,7 @@ class Checkpointer:
 
     @property
     def interval_steps(self) -> int | None:
-        """Steps between two saves now, or None if nobody said how often."""
+        """Present number of steps between two saves; None if neither every nor overhead was given."""
         return self._every if self._interval is None else self._interval.steps
 
     def save(
@@ -275,27 +274,27 @@ class Checkpointer:
         wait: bool = True,
         facts: Mapping[str, Json] | None = None,
     ) -> Saving | Saved:
-        """Save the state after a step. One that is on its way is waited for first.
+        """Save the state after a step, when an earlier save has ended.
 
-        That older ones could not be removed is a PenstockWarning, for what was saved is good.
+        If older checkpoints cannot be removed, this warns with PenstockWarning: the new one is good.
 
         Args:
-            step: Its number. One that is there is replaced.
+            step: Number of the step, whose checkpoint is replaced if there is one.
             state: As for :func:`penstock.checkpoint.save`.
-            wait: Until it is durable. False: training goes on meanwhile; nothing but optimizers that
-                are in the state, by their ``step``, may change its parameters before then, or what
-                changes them calls ``before_update`` of what this returns. What else is in the state is
-                copied at once.
-            facts: What the manifest says of it beside.
+            wait: Wait until it is durable. False: training goes on meanwhile. Until it is durable only
+                the ``step`` of optimizers in the state may change its parameters; other code calls
+                ``before_update`` of the returned object first. Everything else in the state is copied
+                at once.
+            facts: Further facts for the manifest.
 
         Returns:
-            What was done, or with ``wait=False`` what is being done.
+            The finished save, or with ``wait=False`` the running one.
 
         Raises:
             CheckpointError: Something in the state has no form in a checkpoint; or the directory was
                 replaced.
-            NoSpaceError: There is no room; the checkpoints that there are stay.
-            TransferError: The device refuses; the same.
+            NoSpaceError: There is no room; existing checkpoints stay.
+            TransferError: The device refuses; existing checkpoints stay.
         """
         root = self._check_open()
         if not _is_whole(step) or not 0 <= step < 10**18:
@@ -312,7 +311,7 @@ class Checkpointer:
 
         def write(watcher: Saving | None = None, regions: Any = None) -> Saved:
             self._check_same(root)
-            with suppress(PenstockError):  # of one that failed and could not: its space is needed
+            with suppress(PenstockError):  # space of a failed save that could not remove its files
                 self._remove_leftovers(root, but=SPARE)
             said = {"step": step, **(facts or {})}
             return self._store.write(
@@ -341,7 +340,7 @@ class Checkpointer:
             self._held_up(start)
 
     def wait(self) -> None:
-        """Wait until what is on its way is durable. Raises what went wrong with it."""
+        """Wait until a running save is durable. Raises its error."""
         self._check_open()
         start = self._clock()
         try:
@@ -354,7 +353,7 @@ class Checkpointer:
         return listing(self.directory)
 
     def latest(self) -> Info | None:
-        """The last one whose manifest is whole and whose files are there."""
+        """Return the last checkpoint whose manifest is whole and whose files exist."""
         return next((each for each in self.checkpoints() if each.ok), None)
 
     def load(
@@ -365,19 +364,19 @@ class Checkpointer:
         partial: bool = False,
         fall_back: bool = True,
     ) -> Any:
-        """Load the latest, or that of a step.
+        """Load the latest checkpoint, or that of a step.
 
         Args:
             into: As for :func:`penstock.checkpoint.load`.
-            step: Which; None: the latest.
-            partial: As there.
-            fall_back: Whether a damaged latest one is passed over, with a warning that names it.
+            step: Number of the step; None for the latest.
+            partial: As for :func:`penstock.checkpoint.load`.
+            fall_back: Pass over a damaged latest one, with a warning that names it.
 
         Returns:
             The state; None if there is no checkpoint and no step was named.
 
         Raises:
-            DamagedError: It is damaged; names the one before, that may be loaded.
+            DamagedError: It is damaged; names the one before, which may be loaded.
             CheckpointError: There is none of that step; or as ``load``.
         """
         self._finish()
@@ -408,17 +407,14 @@ class Checkpointer:
         return None
 
     def close(self) -> None:
-        """Wait for what is on its way, and let another writer have the directory. Idempotent.
-
-        Raises what went wrong with what was on its way.
-        """
+        """Wait for a running save, and unlock the directory. Idempotent. Raises the save's error."""
         root, self._root = self._root, None
         if root is None:
             return
         try:
             self._finish(root)
         finally:
-            with suppress(PenstockError):  # the next one removes what is left
+            with suppress(PenstockError):  # the next Checkpointer removes what is left
                 self._store.disk.remove(root, SPARE)
             root.close()
 
@@ -430,7 +426,7 @@ class Checkpointer:
         saving = Saving(
             prepared,
             write,
-            steady=steady_in(optimizers, [*tensors_in(private), *frozen_in(state)]),
+            steady=steady_in(optimizers, [*parts_of(private), *frozen_in(state)]),
             optimizers=optimizers,
             copies_bytes=self._copies_bytes,
         )
@@ -439,7 +435,7 @@ class Checkpointer:
         return saving
 
     def _settle(self) -> None:
-        """Before another save: one that failed is told, and training goes on."""
+        """End a running save before the next; warn if it failed, so that training goes on."""
         try:
             self._finish()
         except PenstockError as error:
@@ -493,11 +489,11 @@ class Checkpointer:
         self._stalled_s += self._clock() - start
 
     def _retire(self, root: Directory, newest: str) -> None:
-        """Remove what is older than the last ``keep`` that are whole; one of them stays as the spare.
+        """Remove checkpoints older than the last ``keep`` whole ones; one of them becomes the spare.
 
         Args:
             root: The directory.
-            newest: What has just been saved: it is whole, and stays, whatever its step.
+            newest: Path of the one just saved: it is whole, and stays, whatever its step.
         """
         self._remove_leftovers(root, but=SPARE)
         disk, whole = self._store.disk, 0
@@ -531,7 +527,7 @@ class Checkpointer:
         return None if latest is None else latest.path
 
     def _check_same(self, root: Directory) -> None:
-        """Whoever saved into another would not have it alone. Raises CheckpointError."""
+        """Raise CheckpointError if the path leads to another directory, which is not locked."""
         if not leads_to(self.directory, root):
             raise CheckpointError(
                 f"{self.directory!r} is not the directory any more that this Checkpointer has: that was"
@@ -547,7 +543,7 @@ class Checkpointer:
 
 @contextmanager
 def _not_on_read_only() -> Iterator[None]:
-    """Within, what a file system that has become read-only refuses is let be: what is there loads."""
+    """Ignore that a file system has become read-only: checkpoints can still be loaded."""
     try:
         yield
     except TransferError as error:
@@ -556,5 +552,5 @@ def _not_on_read_only() -> Iterator[None]:
 
 
 def _is_whole(value: object) -> bool:
-    """Also one of NumPy."""
+    """Return whether it is a whole number, also one of NumPy."""
     return hasattr(value, "__index__") and not isinstance(value, bool)

@@ -1,13 +1,13 @@
-"""``torch.distributed.checkpoint`` on the same engine: one argument for those who save with DCP or FSDP.
+"""Storage for ``torch.distributed.checkpoint`` (DCP), as used with FSDP.
 
 ::
 
     dcp.save(state_dict, storage_writer=DcpWriter(path))
     dcp.load(state_dict, storage_reader=DcpReader(path))
 
-Who has what, and how it is cut anew for another number of processes, is DCP's. Every rank writes data
-files of its own into the hidden directory, and the coordinator the manifest; then one rename. What DCP
-would pickle is in the manifest as JSON (:mod:`penstock.checkpoint.values`), or refused.
+DCP distributes tensors over ranks, and redistributes them for another number of ranks. Each rank writes
+data files into the hidden directory; the coordinator writes the manifest and renames the directory.
+Objects that DCP would pickle are JSON in the manifest (:mod:`penstock.checkpoint.values`), or refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from penstock.checkpoint.manifest import FileEntry, TensorEntry
 from penstock.checkpoint.reader import OpenCheckpoint
 from penstock.checkpoint.regions import Region
 from penstock.checkpoint.streams import Buffers
-from penstock.checkpoint.tensors import Leaves, pack
+from penstock.checkpoint.tensors import Leaves, Prepared, pack
 from penstock.checkpoint.values import DTYPES, FormError, Json, Path, decode, encode, shown, whole
 from penstock.checkpoint.writer import FilesWriter
 from penstock.core.errors import CheckpointError, DamagedError
@@ -62,9 +62,9 @@ class _Stored:
     """Report of a rank to the coordinator on one item.
 
     Attributes:
-        entry: A tensor's place; its file is a number among the rank's.
-        document: What is no tensor.
-        files: All of the rank's, with its first item.
+        entry: Entry of a tensor; its file is a number among the rank's.
+        document: JSON of an item that is no tensor.
+        files: All files of the rank, with its first item only.
     """
 
     entry: TensorEntry | None
@@ -81,21 +81,21 @@ class DcpWriter(StorageWriter):
         """Touch nothing yet.
 
         Args:
-            path: The checkpoint, the same on all ranks, on a file system that they share.
-            store: How it is made; for tests.
+            path: Path of the checkpoint, the same on all ranks, on a file system that they share.
+            store: Saves it; for tests.
         """
         self._path = absolute_path(path, "the checkpoint")
         self._store = CheckpointStore() if store is None else store
         self._claimed: ExitStack | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins, perhaps to another path."""
+        """Begin a new save, perhaps to another path."""
         if checkpoint_id is not None:
             self._path = absolute_path(checkpoint_id, "the checkpoint")
         self._let_go(CheckpointError("another rank has failed"))
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """On the coordinator: make the hidden directory. Raises as :func:`penstock.checkpoint.save`."""
+        """Make the hidden directory, as coordinator. Raises as :func:`penstock.checkpoint.save`."""
         if is_coordinator:
             self._claimed = ExitStack()
             try:
@@ -105,11 +105,11 @@ class DcpWriter(StorageWriter):
                 raise
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell each rank what its files are called."""
+        """Give each rank a prefix for the names of its files."""
         return [replace(plan, storage_data=f"rank{i:05}") for i, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -139,20 +139,19 @@ class DcpWriter(StorageWriter):
                 assert isinstance(data, torch.Tensor)
                 documents.append(None)
                 numbers.append(leaves.add(path, data.detach()))
-        tensors = leaves.all()
-        if any(each.owner >= 0 for each in tensors):
-            tensors = [replace(each, owner=-1, skip_bytes=0) for each in tensors]
-        plans, entries = pack(tensors, prefix=plan.storage_data, file_bytes=self._store.file_bytes)
-        hidden = self._store.disk.open(self._store.hidden_path(self._path))
-        with hidden, Buffers(self._store.block_bytes) as buffers:
-            writer = FilesWriter(self._store.disk, hidden, buffers)
-            try:
-                for each in plans:
-                    writer.add(each.name, each.nbytes, each.regions(tensors))
-                writer.finish()
-            except BaseException:
-                writer.abandon()
-                raise
+        plans, entries = pack(
+            leaves.entries(has_views=False),
+            leaves.parts(frozenset()),
+            prefix=plan.storage_data,
+            file_bytes=self._store.file_bytes,
+        )
+        prepared = Prepared(None, leaves.tensors, entries, plans)
+        with (
+            self._store.disk.open(self._store.hidden_path(self._path)) as hidden,
+            FilesWriter(self._store.disk, hidden, Buffers(self._store.block_bytes)) as writer,
+        ):
+            writer.write_all(prepared, [each.regions(leaves.tensors) for each in plans])
+            writer.finish()
         results: list[WriteResult] = []
         for item, number, document in zip(plan.items, numbers, documents, strict=True):
             entry = entries[number] if number >= 0 else None
@@ -163,7 +162,7 @@ class DcpWriter(StorageWriter):
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: write the manifest, and give the directory its name."""
+        """Write the manifest and rename the directory, as coordinator."""
         files: list[FileEntry] = []
         tensors: list[TensorEntry] = []
         places: dict[MetadataIndex, int] = {}
@@ -180,7 +179,7 @@ class DcpWriter(StorageWriter):
                     tensors.append(replace(stored.entry, file=stored.entry.file + first))
         document = {_KEY: _describe(metadata, places, values)}
         try:
-            self._store.publish(self._path, tuple(files), _without_twins(tensors), document)
+            self._store.publish(self._path, files, _without_twins(tensors), document)
         except BaseException as error:
             self._let_go(error)
             raise
@@ -192,7 +191,7 @@ class DcpWriter(StorageWriter):
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _let_go(self, error: BaseException | None = None) -> None:
-        """Of the hidden directory; what is in it is removed if there was an error."""
+        """Unlock the hidden directory; remove it if there was an error."""
         claimed, self._claimed = self._claimed, None
         if claimed is not None:
             if error is None:
@@ -210,8 +209,8 @@ class DcpReader(StorageReader):
         """Touch nothing yet.
 
         Args:
-            path: What ``DcpWriter`` has written.
-            store: How it is read; for tests.
+            path: Path of a checkpoint that ``DcpWriter`` has written.
+            store: Loads it; for tests.
         """
         self._path = absolute_path(path, "the checkpoint")
         self._store = CheckpointStore() if store is None else store
@@ -219,7 +218,7 @@ class DcpReader(StorageReader):
         self._values: Mapping[str, Json] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins, perhaps from another path."""
+        """Begin a new load, perhaps from another path."""
         if checkpoint_id is not None:
             self._path = absolute_path(checkpoint_id, "the checkpoint")
 
@@ -238,19 +237,19 @@ class DcpReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        """Take what ``read_metadata`` has returned, perhaps on another rank."""
+        """Take the result of ``read_metadata``, perhaps of another rank."""
         self._places, self._values = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's items, proven block by block. Raises as :func:`penstock.checkpoint.load`."""
+        """Read this rank's items and check each block. Raises as :func:`penstock.checkpoint.load`."""
         with OpenCheckpoint(self._path, self._store.disk) as opened:
             files: dict[int, list[tuple[ReadItem, TensorEntry]]] = {}
             for item in plan.items:
@@ -275,7 +274,7 @@ def _read_file(
     members: list[tuple[ReadItem, TensorEntry]],
     planner: LoadPlanner,
 ) -> None:
-    """A chunk that goes whole to one place is read there; any other by way of memory of its own."""
+    """Read one file's items: whole chunks in place, others through memory of their own."""
     asked: dict[int, int] = {}
     for _, entry in members:
         asked[entry.offset_bytes] = asked.get(entry.offset_bytes, 0) + 1
@@ -328,7 +327,7 @@ def _name_of(index: MetadataIndex) -> str:
 
 
 def _without_twins(tensors: list[TensorEntry]) -> tuple[TensorEntry, ...]:
-    """Two items that were one memory have one place: the second is a view of the first."""
+    """Make the second of two items with the same place a view of the first."""
     owners: dict[tuple[int, int], int] = {}
     made: list[TensorEntry] = []
     for index, each in enumerate(tensors):
@@ -403,7 +402,7 @@ def _no_tensor(_: int) -> Any:
 
 
 def _bytes(document: Json) -> io.BytesIO:
-    """A value in the form in which DCP's planners take one: made here, from what was not pickled."""
+    """Return a value pickled, as DCP's planners expect it."""
     try:
         value = decode(document, _no_tensor, _no_tensor)
     except FormError as error:

@@ -1,6 +1,6 @@
-"""Every change that a checkpoint makes to directories, one method each, so that tests can stop at any.
+"""Changes of directories by checkpoints, one method each, so that tests can stop before any of them.
 
-What is written into data files goes through an engine, and can be stopped there.
+Data files are written through an engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _NOT_POSSIBLE: Final = frozenset(
     {errnos.EINVAL, errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.ENOTTY, errnos.EXDEV}
 )
 NO_DIRECTORY: Final = frozenset({errnos.ENOTDIR, errnos.ELOOP})
-_NO_LINK: Final = frozenset({errnos.EPERM, errnos.EMLINK, errnos.EXDEV, errnos.EOPNOTSUPP})
+_NO_LINK: Final = frozenset(
+    {errnos.EPERM, errnos.EMLINK, errnos.EXDEV, errnos.EOPNOTSUPP, errnos.ENOENT}
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -44,7 +46,7 @@ class Directory:
     """An open directory.
 
     Attributes:
-        path: What to call it in errors; it may have been renamed since.
+        path: Its path in errors; it may have been renamed since.
         fd: Its descriptor.
     """
 
@@ -71,14 +73,14 @@ class Directory:
             raise failed("list", self.path, error) from error
 
     def close(self) -> None:
-        """Close the descriptor, and let go of the lock. Idempotent."""
+        """Close the descriptor, which frees the lock. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class Disk:
-    """The operating system's. Every method raises TransferError, and changes nothing if it does.
+    """The operating system's calls. Each raises TransferError, and has then changed nothing.
 
     Overridden to inject faults.
     """
@@ -99,16 +101,16 @@ class Disk:
             raise failed("open", parent.join(name), error) from error
 
     def make_path(self, path: str) -> None:
-        """Make a directory and what is missing above it; the device has each name before the next comes.
+        """Make a directory and those missing above it; each name is durable before the next is made.
 
-        So at most the name of the lowest that is there is not on the device, if whoever made it was
-        killed: it is waited for as well.
+        The lowest existing name may not be durable, if the process that made it was killed: it is synced
+        too.
         """
         where, missing = os.path.realpath(path), list[str]()
         while not os.path.lexists(where):
             where, name = os.path.split(where)
             missing.append(name)
-        with suppress(PermissionError):  # where we may change nothing, we have made nothing
+        with suppress(PermissionError):  # then this user has made nothing there
             self._sync_above(where)
         while missing:
             where = os.path.join(where, missing.pop())
@@ -119,7 +121,7 @@ class Disk:
                 raise failed("make", where, error) from error
             try:
                 self._sync_above(where)
-            except TransferError:  # no later wait would do: the next attempt is to make it anew
+            except TransferError:  # no later sync would help: the next attempt must make it again
                 with suppress(OSError):
                     os.rmdir(where)
                 raise
@@ -135,7 +137,7 @@ class Disk:
         return True
 
     def create(self, directory: Directory, name: str, nbytes: int) -> DirectFile:
-        """A new file with its space reserved."""
+        """Create a file with its space reserved."""
         path = directory.join(name)
         file = open_at(directory.fd, name, "x+", path=path, permissions=_PERMISSIONS)
         try:
@@ -147,10 +149,10 @@ class Disk:
         return file
 
     def reuse(self, directory: Directory, name: str, nbytes: int) -> DirectFile | None:
-        """A file that is there, to be written over, its space reserved. See [Note: spare files].
+        """Open a file to be overwritten, with its space reserved. See [Note: spare files].
 
         Returns:
-            None: somebody may miss what is in it, or it is none. It is removed.
+            The file; None if its content may be needed, or if it is no file: then it is removed.
         """
         path = directory.join(name)
         try:
@@ -172,7 +174,7 @@ class Disk:
         return None
 
     def clone(self, source: DirectFile, target: DirectFile) -> bool:
-        """Have a file share all data of another, as some file systems can; False if this cannot."""
+        """Share all data of a file with another; False if the file system cannot."""
         try:
             fcntl.ioctl(target.fd, _FICLONE, source.fd)
         except OSError as error:
@@ -182,9 +184,9 @@ class Disk:
         return True
 
     def link(self, source: Directory, directory: Directory, name: str) -> bool:
-        """Have a file of another checkpoint in this one as well; False if that cannot be.
+        """Link a file of another checkpoint into this one; False if that is not possible.
 
-        What is in it is waited for: the other may have been copied there just now.
+        Its data are synced: that checkpoint may be a new copy.
         """
         try:
             os.link(
@@ -214,7 +216,7 @@ class Disk:
             raise failed("write", path, error, len(data)) from error
 
     def sync_file(self, directory: Directory, name: str) -> None:
-        """Wait until a small file is on the device, and let its pages go."""
+        """Wait until a small file is on the device, and drop its pages from the cache."""
         path = directory.join(name)
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -245,25 +247,28 @@ class Disk:
 
     def rename(self, parent: Directory, name: str, to: str) -> None:
         """Give something another name in its directory; one that exists is not replaced."""
-        if not _renamed(parent, name, to, _RENAME_NOREPLACE):
-            try:
-                os.stat(to, dir_fd=parent.fd, follow_symlinks=False)
-            except FileNotFoundError:
-                self._rename_plainly(parent, name, to)
+        try:
+            if renameat2(parent.fd, name, to, _RENAME_NOREPLACE):
                 return
-            except OSError as error:
-                raise failed("rename", parent.join(to), error) from error
-            raise failed("rename", parent.join(to), FileExistsError(errnos.EEXIST, ""))
+            with suppress(FileNotFoundError):
+                os.stat(to, dir_fd=parent.fd, follow_symlinks=False)
+                raise FileExistsError(errnos.EEXIST, "")
+            os.rename(name, to, src_dir_fd=parent.fd, dst_dir_fd=parent.fd)
+        except OSError as error:
+            raise failed("rename", parent.join(to), error) from error
 
     def exchange(self, parent: Directory, name: str, other: str) -> bool:
         """Swap the names of two, at once; False if this file system cannot."""
-        return _renamed(parent, name, other, RENAME_EXCHANGE)
+        try:
+            return renameat2(parent.fd, name, other, RENAME_EXCHANGE)
+        except OSError as error:
+            raise failed("rename", parent.join(other), error) from error
 
     def remove(self, parent: Directory, name: str) -> None:
-        """Remove a directory with the files in it, or what else has its name; what is missing is well.
+        """Remove a directory with its files, or whatever has its name, if anything has.
 
-        A link goes, and not what it leads to. No file of it goes before the device has its present name:
-        a power cut would bring back a part of a checkpoint under the name that it had before.
+        Of a link only the link is removed. The present name is durable before a file is removed: else a
+        loss of power could bring back a part of a checkpoint under its earlier name.
         """
         try:
             fd = os.open(
@@ -285,12 +290,12 @@ class Disk:
             raise failed("remove", parent.join(name), error) from error
 
     def clear(self, directory: Directory) -> None:
-        """Remove what is in a directory."""
+        """Remove everything in a directory."""
         for name in directory.names():
             self.drop(directory, name)
 
     def drop(self, directory: Directory, name: str) -> None:
-        """Remove one thing from a directory; if it is missing, that is well."""
+        """Remove one entry of a directory, if it exists."""
         try:
             facts = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
             if stat.S_ISDIR(facts.st_mode):
@@ -308,15 +313,9 @@ class Disk:
         with self.open(os.path.dirname(path)) as parent:
             self.sync(parent)
 
-    def _rename_plainly(self, parent: Directory, name: str, to: str) -> None:
-        try:
-            os.rename(name, to, src_dir_fd=parent.fd, dst_dir_fd=parent.fd)
-        except OSError as error:
-            raise failed("rename", parent.join(to), error) from error
-
 
 def lock(directory: Directory) -> bool:
-    """Hold a directory alone until it is closed, or the process ends; False: another does."""
+    """Lock a directory until it is closed, or the process ends; return False if another has it."""
     try:
         if not try_lock(directory.fd):
             return False
@@ -327,13 +326,13 @@ def lock(directory: Directory) -> bool:
 
 
 def is_alone(fd: int) -> bool:
-    """Return whether nothing else has a file open or mapped, in any process; False where it is not known.
+    """Return whether nothing else has a file open or mapped, in any process; False if unknown.
 
-    That is what the kernel wants to grant a write lease. Whoever opens the file at that very instant
-    waits until it is given back, and we are sent a signal, which is to be one that is ignored by default.
+    Only then does the kernel grant a write lease. A process that opens the file in that moment waits
+    until the lease is returned, and this one gets a signal: SIGURG, which is ignored by default.
 
     Args:
-        fd: Of the file, open for writing.
+        fd: Descriptor of the file, open for writing.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
@@ -344,17 +343,20 @@ def is_alone(fd: int) -> bool:
     return True
 
 
-def is_still(parent: Directory, name: str, directory: Directory) -> bool:
-    """Return whether a name still leads to a directory that was opened by it."""
+def leads_to(path: str, directory: Directory, parent: Directory | None = None) -> bool:
+    """Return whether a path, or a name in a parent, still leads to a directory opened by it."""
     with suppress(OSError):
-        named = os.stat(name, dir_fd=parent.fd, follow_symlinks=False)
-        return os.path.samestat(named, os.fstat(directory.fd))
+        if parent is None:
+            found = os.stat(path)
+        else:
+            found = os.stat(path, dir_fd=parent.fd, follow_symlinks=False)
+        return os.path.samestat(found, os.fstat(directory.fd))
     return False
 
 
 @contextmanager
 def having_threads(path: str) -> Iterator[None]:
-    """Within, a thread that the system does not start is an error of our tree."""
+    """Raise TransferError if the system starts no thread in the block."""
     try:
         yield
     except RuntimeError as error:
@@ -363,15 +365,8 @@ def having_threads(path: str) -> Iterator[None]:
         raise failed("a thread for the save", path, OSError(errnos.EAGAIN, "")) from error
 
 
-def leads_to(path: str, directory: Directory) -> bool:
-    """Return whether a path still leads to a directory that was opened by it."""
-    with suppress(OSError):
-        return os.path.samestat(os.stat(path), os.fstat(directory.fd))
-    return False
-
-
 def failed(op: str, path: str, error: OSError, nbytes: int = 0) -> TransferError:
-    """The error of our tree."""
+    """Return the TransferError, or NoSpaceError, for an error of the system."""
     if isinstance(error, TransferError):
         return error
     code = error.errno or errnos.EIO
@@ -388,16 +383,8 @@ def failed(op: str, path: str, error: OSError, nbytes: int = 0) -> TransferError
     )
 
 
-def _renamed(parent: Directory, name: str, to: str, flag: int) -> bool:
-    """False: it cannot be done in this way. Raises TransferError."""
-    try:
-        return renameat2(parent.fd, name, to, flag)
-    except OSError as error:
-        raise failed("rename", parent.join(to), error) from error
-
-
 def renameat2(fd: int, name: str, to: str, flag: int) -> bool:
-    """False: it cannot be done in this way. Raises OSError for any other reason."""
+    """Rename with a flag; return False if the system cannot. Raises OSError for other reasons."""
     try:
         call = _libc.renameat2
     except AttributeError:  # a C library from before 2018

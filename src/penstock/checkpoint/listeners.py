@@ -1,7 +1,7 @@
 """Listeners to a run's ``Checkpointer``, which may also ask it to save now.
 
-A job that is put to sleep durably has its script save at its own next opportunity: nobody else knows what
-belongs to the script's state.
+When a job is to sleep durably, its script saves at its next opportunity: only the script knows what
+belongs to its state.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from typing import Final, Protocol
 
 
 class Listener(Protocol):
-    """Is told by every ``Checkpointer`` of the process, in the thread that uses it."""
+    """Listener to every ``Checkpointer`` of the process, in the thread that uses it."""
 
     def opened(self) -> None:
-        """There is one."""
+        """Note that there is a Checkpointer."""
 
     def wants_save(self) -> bool:
         """Return whether the script is to save after this step, and wait for it."""
 
     def saved(self, path: str, step: int, state: object) -> None:
-        """A checkpoint is durable; only after a save that was waited for."""
+        """Note that a checkpoint is durable; only after a save with ``wait``."""
 
     def loaded(self, path: str) -> None:
-        """One was loaded."""
+        """Note that a checkpoint was loaded."""
 
 
 listeners: Final[list[Listener]] = []
-"""Those there are: the keeper of ``penstock run --state``, if any."""
+"""Registered listeners: the resume record of ``penstock run --state``, if any."""
 
 
 def is_wanted() -> bool:
-    """Return whether somebody wants a checkpoint now."""
+    """Return whether a listener wants a checkpoint now."""
     return any(each.wants_save() for each in listeners)

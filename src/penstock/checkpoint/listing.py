@@ -1,4 +1,4 @@
-"""The checkpoints of a directory, told without reading their data."""
+"""Listing of a directory's checkpoints, without reading their data."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _PATTERN: Final = re.compile(r"step-([0-9]{12}|[1-9][0-9]{12,17})")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Info:
-    """A checkpoint of a directory, as far as can be told without reading its data.
+    """A checkpoint of a directory, as known without reading its data.
 
     Attributes:
-        step: Of which step.
-        path: Where.
-        nbytes: Of its data; 0 if it is damaged.
-        facts: What its manifest says of it.
-        damage: What is wrong, in words; empty: its manifest is whole and its files are there.
+        step: Number of its step.
+        path: Its path.
+        nbytes: Bytes of its data; 0 if it is damaged.
+        facts: Facts in its manifest.
+        damage: Description of damage; empty if its manifest is whole and its files exist.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Info:
 
     @property
     def ok(self) -> bool:
-        """Return whether it may load; ``verify`` reads it and knows."""
+        """Return whether no damage is known; only ``verify`` reads its data."""
         return not self.damage
 
 
@@ -51,7 +51,7 @@ def name_of_step(step: int) -> str:
 
 
 def listing(directory: str | os.PathLike[str]) -> list[Info]:
-    """The checkpoints of a directory, the latest step first, without reading their data.
+    """List the checkpoints of a directory, the latest step first, without reading their data.
 
     Raises CheckpointError if there is no such directory, or TransferError.
     """

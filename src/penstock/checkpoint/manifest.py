@@ -1,7 +1,6 @@
-"""Description of a checkpoint inside it. The specification is ``docs/checkpoint-format.md``.
+"""Manifest of a checkpoint. The specification is ``docs/checkpoint-format.md``.
 
-Frozen values that check themselves: one that was read has been found to be whole and within bounds before
-anything is allocated, opened or believed.
+Frozen values that check themselves, before anything is allocated or opened because of them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Final
 
 import xxhash
 
-from penstock.checkpoint.values import DTYPES, MAX_DEPTH, FormError, Json, whole
+from penstock.checkpoint.values import DTYPES, MAX_DEPTH, FormError, Json, items_of, whole
 from penstock.core.files import parse_json
 from penstock.core.units import KIB, MIB
 
@@ -25,12 +24,12 @@ VERSION: Final = 3
 CODECS: Final = ("exponent", "zero-value", "zero-value+exponent", "narrow")
 """Codecs that a tensor may be encoded with; all are lossless."""
 FRAME_BYTES: Final = MIB
-"""How much of an encoded tensor each of its frames holds; the last one what is left."""
+"""Bytes of an encoded tensor in each of its frames but the last."""
 LEAST_PART: Final = 32
-"""A frame has at least this part of the bytes that it stands for."""
+"""A frame is at least as long as its decoded bytes divided by this."""
 FILE_NAME: Final = "manifest.json"
 MAX_BYTES: Final = 64 * MIB
-"""Of a manifest; some 300 000 tensors, or 3 TB of data."""
+"""Greatest length of a manifest: some 300 000 tensors, or 3 TB of data."""
 BLOCK_BYTES: Final = 2 * MIB
 """Bytes covered by one checksum."""
 
@@ -50,7 +49,7 @@ class FileEntry:
     """A data file.
 
     Attributes:
-        name: In the checkpoint's directory.
+        name: Its name in the checkpoint's directory.
         nbytes: Its exact length.
         sums: XXH3 (128 bits, hexadecimal) of each of its blocks.
     """
@@ -69,16 +68,16 @@ class TensorEntry:
     """A tensor: an owner of bytes in a file, or a view of an owner.
 
     Attributes:
-        name: As in the header of the file.
-        dtype: torch's name.
+        name: Its name in the header of the file.
+        dtype: Torch's name of its element type.
         shape: Its sizes.
-        strides: In elements; None: those of a contiguous tensor.
-        codec: What it is encoded with; empty: it is stored as it is.
-        stored_bytes: What an encoded one takes in its file.
-        file: Number of the file; -1: it is a view.
-        offset_bytes: Where in the file it begins.
-        owner: Number of the tensor of which it is a view; -1: of none.
-        skip_bytes: Where in the owner's bytes it begins.
+        strides: Strides in elements; None: those of a contiguous tensor.
+        file: Number of the file; -1 for a view.
+        offset_bytes: Its offset in the file.
+        owner: Number of the tensor of which it is a view; -1 if it is none.
+        skip_bytes: Its offset in the owner's bytes.
+        codec: Its codec; empty if it is stored as it is.
+        stored_bytes: Its length in the file if it is encoded.
     """
 
     name: str
@@ -94,7 +93,7 @@ class TensorEntry:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes in its file."""
+        """Length in its file."""
         return self.stored_bytes if self.codec else self.nbytes
 
     @property
@@ -104,23 +103,22 @@ class TensorEntry:
 
     @property
     def extent_bytes(self) -> int:
-        """From its first to past its last element, in memory."""
+        """Bytes of memory from its first element to its last."""
         if self.strides is None or not self.nbytes:
             return self.nbytes
-        reach = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
-        return (reach + 1) * DTYPES[self.dtype].itemsize
+        return extent_bytes(self.shape, self.strides, DTYPES[self.dtype].itemsize)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """All of it.
+    """Manifest of a checkpoint.
 
     Attributes:
         files: Its data files.
         tensors: Its tensors, by number.
-        state: What is no tensor, as :mod:`penstock.checkpoint.values` has it.
-        facts: Of the checkpoint: when it was made, the step, what its maker adds.
-        block_bytes: What has a checksum of its own.
+        state: Its other values, as JSON (:mod:`penstock.checkpoint.values`).
+        facts: Facts on the checkpoint: when it was saved, the step, and what the caller adds.
+        block_bytes: Length of the blocks, each of which has a checksum.
     """
 
     files: tuple[FileEntry, ...]
@@ -130,7 +128,7 @@ class Manifest:
     block_bytes: int = BLOCK_BYTES
 
     def __post_init__(self) -> None:
-        """Raises FormError if it breaks a rule of the format."""
+        """Raise FormError if it breaks a rule of the format."""
         size = self.block_bytes
         if not _MIN_BLOCK_BYTES <= size <= _MAX_BLOCK_BYTES or size & (size - 1):
             raise FormError(f"blocks of {size} bytes are none of this format")
@@ -145,11 +143,11 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all data files."""
+        """Bytes of all data files."""
         return sum(each.nbytes for each in self.files)
 
     def encode(self) -> bytes:
-        """As it is in its file. Raises FormError if that would be too long."""
+        """Return the content of its file. Raises FormError if that would be too long."""
         document = {
             "penstock_checkpoint": VERSION,
             "block_bytes": self.block_bytes,
@@ -174,7 +172,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Read it. Raises FormError: it is torn, damaged, or breaks a rule of the format."""
+        """Decode it. Raises FormError if it is torn, damaged, or breaks a rule of the format."""
         body, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
         if tail != _TAIL % xxhash.xxh3_128_hexdigest(body).encode("ascii"):
             raise FormError("it is torn or damaged: its checksum is not that of its bytes")
@@ -255,7 +253,7 @@ def _check_codec(tensor: TensorEntry) -> None:
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Owners do not overlap: what is allocated for them is in proportion to what files are long."""
+    """Check that owners do not overlap, so that memory allocated is in proportion to the files."""
     places = sorted(
         (each.file, each.offset_bytes, each.file_bytes, each.name)
         for each in manifest.tensors
@@ -266,8 +264,14 @@ def _check_places(manifest: Manifest) -> None:
             raise FormError(f"{one[3]!r} and {other[3]!r} overlap")
 
 
+def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return the bytes of memory from a tensor's first element to its last; no size may be 0."""
+    reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    return (reach + 1) * itemsize
+
+
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether elements lie one after another in memory, in whatever order."""
+    """Return whether elements lie in memory without gaps or overlaps, in any order."""
     expected = 1
     for step, size in sorted(zip(strides, shape, strict=True)):
         if size == 1:
@@ -298,7 +302,7 @@ def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _check_depth(level: list[Json]) -> None:
-    """Refuse nesting deeper than any value's before anything recursive walks it."""
+    """Refuse nesting deeper than any value's, before recursive functions walk it."""
     for _ in range(_MAX_JSON_DEPTH):
         level = [each for each in level if isinstance(each, dict | list)]
         level = [
@@ -331,7 +335,7 @@ def _file_from(entry: Mapping[str, Json]) -> FileEntry:
     return FileEntry(
         name=_text(entry.get("name")),
         nbytes=whole(entry.get("nbytes")),
-        sums=tuple(_text(each) for each in _list(entry.get("sums"))),
+        sums=tuple(_text(each) for each in items_of(entry.get("sums"))),
     )
 
 
@@ -355,8 +359,8 @@ def _tensor_from(entry: Mapping[str, Json]) -> TensorEntry:
     return TensorEntry(
         name=_text(entry.get("name")),
         dtype=_text(entry.get("dtype")),
-        shape=tuple(whole(each) for each in _list(entry.get("shape"))),
-        strides=None if strides is None else tuple(whole(each) for each in _list(strides)),
+        shape=tuple(whole(each) for each in items_of(entry.get("shape"))),
+        strides=None if strides is None else tuple(whole(each) for each in items_of(strides)),
         file=-1 if is_view else whole(entry.get("file")),
         offset_bytes=0 if is_view else whole(entry.get("offset")),
         owner=whole(entry.get("owner")) if is_view else -1,
@@ -369,10 +373,4 @@ def _tensor_from(entry: Mapping[str, Json]) -> TensorEntry:
 def _text(value: Json) -> str:
     if not isinstance(value, str):
         raise FormError(f"{str(value)[:40]!r} stands where a string must")
-    return value
-
-
-def _list(value: Json) -> list[Json]:
-    if not isinstance(value, list):
-        raise FormError(f"{str(value)[:40]!r} stands where an array must")
     return value

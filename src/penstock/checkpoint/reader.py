@@ -1,20 +1,22 @@
-"""Checkpoints that are there: opened, believed in nothing, read and proven block by block."""
+"""Reading of checkpoints, which are not trusted: each block is checked before it is used."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from functools import cache, partial
+from itertools import islice
+from typing import Final, NamedTuple
 
 from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.frames import Decoding
 from penstock.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, blocks_of
 from penstock.checkpoint.regions import Region
-from penstock.checkpoint.streams import Buffers, Wanted, digest, empty, read_blocks
+from penstock.checkpoint.streams import Buffers, Regions, digest, empty
 from penstock.checkpoint.values import FormError
 from penstock.core.errors import (
     CheckpointError,
@@ -24,25 +26,36 @@ from penstock.core.errors import (
     transfer_error,
 )
 from penstock.core.files import open_regular
-from penstock.io.engine import Engine
+from penstock.io.engine import Engine, Priority, Transfer
 from penstock.io.files import DirectFile, open_at
+from penstock.store.pool import Block
+from penstock.store.window import TransferWindow
+
+
+class _BlockRead(NamedTuple):
+    """A block on its way to memory."""
+
+    file: int
+    offset: int
+    nbytes: int
+    memory: Block
 
 
 class OpenCheckpoint:
     """A checkpoint open for reading.
 
     Attributes:
-        path: Its directory.
-        manifest: What it says of itself; every file is there, and as long as it says.
+        path: Path of its directory.
+        manifest: Its manifest; each file exists and has the length in it.
         directory: Its directory, open.
     """
 
     def __init__(self, path: str, disk: Disk | None = None) -> None:
-        """Read its manifest, and look at its files.
+        """Read the manifest, and check that the files exist.
 
         Raises:
             CheckpointError: There is no checkpoint.
-            DamagedError: It is torn or damaged; says which file.
+            DamagedError: It is torn or damaged; names the file.
             TransferError: It cannot be read.
         """
         self.path = path
@@ -70,7 +83,7 @@ class OpenCheckpoint:
         self.directory.close()
 
     def file(self, index: int) -> DirectFile:
-        """A data file, open. Raises DamagedError, or TransferError."""
+        """Return a data file, open. Raises DamagedError, or TransferError."""
         found = self._files.get(index)
         if found is None:
             name = self.manifest.files[index].name
@@ -85,7 +98,7 @@ class OpenCheckpoint:
 
     def read(
         self,
-        targets: Mapping[int, Sequence[tuple[int, Region]]],
+        targets: Mapping[int, Regions] | Callable[[], Mapping[int, Regions]],
         *,
         engine: Engine | None = None,
         everything: bool = False,
@@ -94,42 +107,87 @@ class OpenCheckpoint:
         """Fill some regions. A block reaches them only after its checksum was found right.
 
         Args:
-            targets: By file, where in it they begin; in this order, and none over another.
-            everything: Whether blocks are proven that no region lies in.
-            keep_open: Whether files stay open that were passed: they can be read once they are removed.
+            targets: Regions to fill, by file, or a function that finds them while the first blocks of the
+                checkpoint are being read.
             engine: Moves blocks; the engine of this process if None.
+            everything: Check also the blocks of these files that no region lies in.
+            keep_open: Leave files open that were read, to be read again once they are removed.
 
         Raises:
             DamagedError: A block is not what was written, or the device has lost it; says which. Blocks
-                before it were handed over.
+                before it have been handed over.
             TransferError: The device refuses.
         """
-        starts = {index: [start for start, _ in regions] for index, regions in targets.items()}
         size = self.manifest.block_bytes
+        ahead = list[tuple[int, int]]()
 
-        def use(wanted: Wanted, address: int) -> None:
-            index = wanted.key
-            assert isinstance(index, int)
+        @cache
+        def found() -> tuple[
+            Mapping[int, Regions], dict[int, list[int]], dict[tuple[int, int], None]
+        ]:
+            """Return the regions, where they begin, and the blocks that they lie in, in order."""
+            regions = targets() if callable(targets) else targets
+            starts = {index: [start for start, _ in each] for index, each in regions.items()}
+            places = (
+                (index, number * size)
+                for index in sorted(regions)
+                for number in (
+                    range(len(self.manifest.files[index].sums))
+                    if everything
+                    else _touched(regions[index], size)
+                )
+            )
+            return regions, starts, dict.fromkeys(places)
+
+        def blocks() -> Iterator[tuple[int, int]]:
+            if callable(targets):
+                all_blocks = (
+                    (index, offset)
+                    for index, file in enumerate(self.manifest.files)
+                    for offset in blocks_of(file.nbytes, size)
+                )
+                ahead.extend(islice(all_blocks, buffers.count))
+                yield from ahead
+            yield from (each for each in found()[2] if each not in ahead)
+
+        def complete(block: _BlockRead) -> None:
+            index, offset, nbytes, memory = block
+            regions, starts, wanted = found()
+            if (index, offset) not in wanted:
+                return
             if not keep_open:
                 self._close_before(index)  # blocks come in order: nothing of those is on its way
-            entry = self.manifest.files[index]
-            if not entry.has(wanted.offset // size, digest(address, wanted.nbytes)):
-                raise self._damaged(wanted, _OTHERS.format("their checksum differs"), targets)
-            end = wanted.offset + wanted.nbytes
+            address = memory.address
+            if not self.manifest.files[index].has(offset // size, digest(address, nbytes)):
+                raise self._damaged(block, _OTHERS.format("their checksum differs"), regions)
             try:
-                empty(targets[index], starts[index], wanted.offset, end, address)
+                empty(regions[index], starts[index], offset, offset + nbytes, address)
             except CodecError as error:
-                raise self._damaged(wanted, _OTHERS.format(error), targets) from error
+                raise self._damaged(block, _OTHERS.format(error), regions) from error
 
-        def lost(wanted: Wanted, error: TransferError) -> None:
-            if error.errno in _LOST:
-                raise self._damaged(wanted, _unreadable(error), targets) from error
+        def fail(block: _BlockRead, error: Exception) -> None:
+            if isinstance(error, TransferError):
+                regions, _, wanted = found()
+                if (block.file, block.offset) not in wanted:
+                    return
+                if error.errno in _LOST:
+                    raise self._damaged(block, _unreadable(error), regions) from error
+            raise error
 
-        with Buffers(size, engine) as buffers:
-            read_blocks(buffers, self._wanted(targets, everything), use, lost)
+        with (
+            Buffers(size, engine) as buffers,
+            TransferWindow(
+                complete=complete, fail=fail, release=lambda block: buffers.give(block.memory)
+            ) as window,
+        ):
+            for index, offset in blocks():
+                memory = buffers.take(window)
+                nbytes = min(size, self.manifest.files[index].nbytes - offset)
+                block = _BlockRead(index, offset, nbytes, memory)
+                window.begin(block, partial(self._begin, buffers, block))
 
     def verify(self, *, engine: Engine | None = None) -> list[DamagedError]:
-        """Read all of it, and decode what is encoded; what is damaged, a file at a time.
+        """Read everything and decode encoded tensors; return the first damage of each file.
 
         Raises TransferError.
         """
@@ -148,21 +206,12 @@ class OpenCheckpoint:
             self._close_file(index)
         return found
 
-    def _wanted(
-        self, targets: Mapping[int, Sequence[tuple[int, Region]]], everything: bool
-    ) -> Iterator[Wanted]:
-        size = self.manifest.block_bytes
-        for index in sorted(targets):
-            nbytes = self.manifest.files[index].nbytes
-            blocks = blocks_of(nbytes, size)
-            numbers = range(len(blocks)) if everything else _touched(targets[index], size)
-            for number in numbers:
-                offset = blocks[number]
-                length = min(size, nbytes - offset)
-                yield Wanted(self.file(index), offset, length, index)
+    def _begin(self, buffers: Buffers, block: _BlockRead, priority: Priority) -> Transfer:
+        index, offset, nbytes, memory = block
+        return buffers.move("read", self.file(index), offset, nbytes, memory, priority=priority)
 
     def _close_before(self, index: int) -> None:
-        """Of thousands of files, not all can be open."""
+        """Close earlier files: of thousands, not all can be open."""
         for each in [each for each in self._files if each < index]:
             self._close_file(each)
 
@@ -188,11 +237,8 @@ class OpenCheckpoint:
                 path=path,
             )
 
-    def _damaged(
-        self, wanted: Wanted, why: str, targets: Mapping[int, Sequence[tuple[int, Region]]]
-    ) -> DamagedError:
-        index, offset, nbytes = wanted.key, wanted.offset, wanted.nbytes
-        assert isinstance(index, int)
+    def _damaged(self, block: _BlockRead, why: str, targets: Mapping[int, Regions]) -> DamagedError:
+        index, offset, nbytes, _ = block
         path = self.directory.join(self.manifest.files[index].name)
         owners = [each for each in self.manifest.tensors if each.owner < 0 and each.nbytes]
         names = [
@@ -217,7 +263,7 @@ class OpenCheckpoint:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names of many."""
+    """Return the first names of many."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
@@ -237,7 +283,7 @@ def _unreadable(error: OSError) -> str:
 
 
 def _say_if_lost(error: OSError, path: str) -> None:
-    """Raises DamagedError if the device has lost a part of the checkpoint."""
+    """Raise DamagedError if the device has lost a part of the checkpoint."""
     if error.errno in _LOST:
         raise DamagedError(f"{path!r} {_unreadable(error)}; {_ADVICE}", path=path) from error
 
@@ -286,7 +332,7 @@ def _small_file(directory_fd: int) -> bytes:
 
 
 def _touched(regions: Iterable[tuple[int, Region]], block_bytes: int) -> Iterable[int]:
-    """Numbers of the blocks that some regions lie in."""
+    """Return the numbers of the blocks that some regions lie in."""
     spans = [(start, start + region.nbytes) for start, region in regions if region.nbytes]
     wanted = set[int]()
     for start, end in spans:
@@ -299,9 +345,9 @@ class Health:
     """Result of ``verify``.
 
     Attributes:
-        path: Of the checkpoint.
-        nbytes: Of its data.
-        damage: What is wrong, in words; empty: it is whole.
+        path: Path of the checkpoint.
+        nbytes: Bytes of its data.
+        damage: Descriptions of damage; empty if it is whole.
     """
 
     path: str
@@ -310,5 +356,5 @@ class Health:
 
     @property
     def ok(self) -> bool:
-        """Return whether all of it is what was written."""
+        """Return whether all of it is as it was written."""
         return not self.damage

@@ -1,15 +1,13 @@
-"""Bytes between tensors and the blocks that go to a file and come from one.
+"""Copies between tensors and blocks of files.
 
-A region is a tensor seen as its bytes, in the order of its elements, wherever they lie. The memory of
-torch's tensors begins at multiples of 64 bytes and files open for direct I/O want 512 or more, so what is
-written is put together in blocks of an arena, which takes a fraction of the time that writing does, and
-makes what is written the very bytes whose checksum was taken.
+A region is a tensor seen as bytes, in the order of its elements. The memory of torch's tensors begins at
+multiples of 64 bytes and direct I/O needs 512 or more, so bytes are copied to aligned blocks. That takes
+a fraction of the time of writing, and ensures that the bytes written are those of the checksum.
 """
 
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
@@ -26,40 +24,37 @@ _STAGED_BYTES: Final = PIECE_BYTES - 4 * KIB
 """Bytes copied at once of a device's memory, less room for elements that two steps share."""
 
 
-class Region(ABC):
+class Region:
     """Some bytes that have a place in a file.
 
     Attributes:
-        nbytes: How many.
-        step_bytes: How many are best copied at once.
+        nbytes: Their number.
+        step_bytes: Best number of bytes to copy at once.
     """
 
     nbytes: int
     step_bytes: int = _STEP_BYTES
 
-    @abstractmethod
     def copy_out(self, start: int, stop: int, address: int) -> None:
         """Copy the bytes ``[start, stop)`` to memory."""
+        raise NotImplementedError(f"{type(self).__name__} is only loaded into")
 
-    @abstractmethod
     def copy_in(self, start: int, stop: int, address: int) -> None:
-        """Set them from memory."""
+        """Set the bytes ``[start, stop)`` from memory."""
+        raise NotImplementedError(f"{type(self).__name__} is only saved")
 
 
 class Fixed(Region):
-    """Bytes that are known: the header of a file. What comes in is left aside."""
+    """Constant bytes: the header of a file."""
 
     def __init__(self, data: bytes) -> None:
-        """Hold them."""
+        """Hold the bytes."""
         self.nbytes = len(data)
         self._data = data
 
     def copy_out(self, start: int, stop: int, address: int) -> None:
         """Copy some of them to memory."""
         ctypes.memmove(address, self._data[start:stop], stop - start)
-
-    def copy_in(self, start: int, stop: int, address: int) -> None:
-        """Do nothing."""
 
 
 class Plain(Region):
@@ -68,7 +63,7 @@ class Plain(Region):
     step_bytes = _CACHED_BYTES
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Look at it; it is kept alive."""
+        """Hold the tensor."""
         self.nbytes = tensor.numel() * tensor.element_size()
         self._tensor = tensor
         self._address = tensor.data_ptr()
@@ -83,10 +78,10 @@ class Plain(Region):
 
 
 class Elsewhere(Region):
-    """Any other tensor of the host: with its elements in another order. Copied step by step."""
+    """A tensor in host memory with its elements in another order, copied step by step."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Look at it; it is kept alive."""
+        """Hold the tensor."""
         self.nbytes = tensor.numel() * tensor.element_size()
         self._tensor = tensor
         self._itemsize = tensor.element_size()
@@ -112,7 +107,7 @@ class Elsewhere(Region):
     def _steps(
         self, start: int, stop: int, nbytes: int = _STEP_BYTES
     ) -> list[tuple[int, int, int, int]]:
-        """Elements [first, last) of which the bytes [low, high) are meant, step by step."""
+        """Return steps: elements ``[first, last)``, and their bytes ``[low, high)`` to copy."""
         size = self._itemsize
         return [
             (low // size, -(-high // size), low, high)
@@ -122,13 +117,14 @@ class Elsewhere(Region):
 
 
 class OnDevice(Elsewhere):
-    """A tensor on a CUDA device; see [Note: staging]. Copied behind what its stream was told before.
+    """A tensor on a CUDA device; see [Note: staging].
 
-    That is the stream which was current in the thread that made the region, when it was made.
+    It is copied after the work that was enqueued before the region was made, on the stream that was
+    current then.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Look at it; it is kept alive."""
+        """Hold the tensor."""
         super().__init__(tensor)
         self._ready = ready_event(tensor.device)
 
@@ -150,7 +146,7 @@ class OnDevice(Elsewhere):
         return (_Span(*each) for each in self._steps(start, stop, _STAGED_BYTES))
 
     def _step_out(self, span: _Span, base: int) -> CopyStep:
-        """The bytes go to where ``base`` says that the tensor's first byte would go."""
+        """Return a step out; ``base`` is the address for the tensor's first byte."""
 
         def empty(piece: torch.Tensor) -> None:
             ctypes.memmove(base + span.low, self._inside(piece, span), span.nbytes)
@@ -160,7 +156,7 @@ class OnDevice(Elsewhere):
         )
 
     def _step_in(self, span: _Span, base: int, staging: Staging) -> CopyStep:
-        """The same the other way round."""
+        """Return a step in, as ``_step_out``."""
 
         def fill(piece: torch.Tensor) -> None:
             if span.low % self._itemsize or span.high % self._itemsize:
@@ -177,7 +173,7 @@ class OnDevice(Elsewhere):
         _copy_range(self._tensor, span.first, span.last, flat, out=out)
 
     def _inside(self, piece: torch.Tensor, span: _Span) -> int:
-        """The address of the first byte that is meant, in a piece that begins with whole elements."""
+        """Return the address of the span's first byte in a piece, which begins with whole elements."""
         return piece.data_ptr() + span.low - span.first * self._itemsize
 
     def _piece_bytes(self, span: _Span) -> int:
@@ -185,7 +181,7 @@ class OnDevice(Elsewhere):
 
 
 class _Span(NamedTuple):
-    """Elements ``[first, last)`` of a tensor, of which the bytes ``[low, high)`` are meant."""
+    """Elements ``[first, last)`` of a tensor, and their bytes ``[low, high)`` to copy."""
 
     first: int
     last: int
@@ -194,21 +190,21 @@ class _Span(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many are meant."""
+        """Number of bytes."""
         return self.high - self.low
 
 
 def await_devices(devices: Iterable[torch.device]) -> None:
-    """Wait until CUDA devices have done all they were told.
+    """Wait until CUDA devices have finished all their work.
 
-    Other threads copy from them, and those have current streams of their own, which come after nothing.
+    Other threads copy from them, on current streams of their own that wait for nothing.
     """
     for device in {each for each in devices if each.type == "cuda"}:
         torch.cuda.synchronize(device)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether its elements lie one after another in host memory, as they are."""
+    """Return whether a tensor's elements lie in host memory in their order, as they are."""
     return (
         tensor.device.type == "cpu"
         and tensor.is_contiguous()
@@ -218,7 +214,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """A tensor's bytes."""
+    """Return a tensor's bytes as a region."""
     if tensor.is_cuda:
         return OnDevice(tensor)
     return Plain(tensor) if is_plain(tensor) else Elsewhere(tensor)
@@ -256,6 +252,6 @@ def _copy(part: torch.Tensor, flat: torch.Tensor, *, out: bool) -> None:
 
 
 def set_to(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copy, also to a tensor that was made in inference mode, which torch lets change there only."""
+    """Copy, also to a tensor that was made in inference mode, which only that mode may change."""
     with torch.inference_mode(target.is_inference()):
         target.copy_(source, non_blocking=non_blocking)

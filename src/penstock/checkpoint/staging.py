@@ -2,27 +2,24 @@
 
 [Note: a save]
     Everything is written into a hidden directory beside the final one, ``.NAME.saving``, which its writer
-    holds locked. Each data file, then the manifest, then the directory are waited for until they are on
-    the device. Then one rename gives it its name, or swaps it with what has that name; and the parent
-    directory is waited for. Whenever the writer is killed, there is under that name what was there
-    before, or all of the new one. The next save to that name, or a ``Checkpointer``, removes what a
-    dead writer left: one that is alive holds the lock. It may be what had the name before, and may have
-    it again after a power cut: so the parent directory is waited for before anything in it is touched.
-    If the wait for the parent directory fails, the names are changed back: no later wait would make that
-    change safe, but it does make this one.
+    has locked. The data files, the manifest and the directory are synced. Then one rename gives it its
+    name, or swaps it with what has that name; and the parent directory is synced. Whenever the writer is
+    killed, that name leads to the earlier checkpoint or to all of the new one. The next save to that
+    name, or a ``Checkpointer``, removes what a dead writer left; a living one holds the lock. The remains
+    may be what had the name before, and may have it again after a loss of power: so the parent directory
+    is synced before anything in them is touched. If the sync of the parent directory fails, the names are
+    changed back: no later sync would make the first change safe, but it does make this one.
 
 [Note: spare files]
-    For a new file a file system looks for space, writes down where it is, and, when bytes have arrived,
-    that they have. Bytes for space that a file has had before cost nothing of that. So a ``Checkpointer``
-    that retires a checkpoint keeps it as a spare: it gets a name that no checkpoint can have, and the
-    next save has its directory for its hidden one, and its files for those of the same names. It waits
-    until that name is on the device before anything in it is changed, so that no power cut brings back a
-    checkpoint without its manifest, or with bytes of another. After that all is as in a save into new
-    files ([Note: a save]).
+    For a new file a file system finds space, records its place, and, when bytes have arrived, that they
+    have. Overwriting costs none of that. So a ``Checkpointer`` that retires a checkpoint keeps it as a
+    spare, under a name that no checkpoint can have. The next save uses its directory as the hidden one,
+    and its files for those of the same names. It syncs that name before it changes anything, so that no
+    loss of power brings back a checkpoint without its manifest, or with bytes of another. The rest is as
+    in a save into new files ([Note: a save]).
 
-    A file is written over only if nobody can miss what it held: it has no other name (in another
-    checkpoint, whoever linked it), and nobody has it open or mapped, in this process or another, which
-    the kernel says by granting a write lease. Any other is let go of, as ever: whoever has it keeps it.
+    A file is overwritten only if nothing needs its content: it has no other name, and no process has it
+    open or mapped, else the kernel would not grant a write lease. Any other file is only unlinked.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from penstock.checkpoint.disk import NO_DIRECTORY, Directory, Disk, failed, is_still, lock
+from penstock.checkpoint.disk import NO_DIRECTORY, Directory, Disk, failed, leads_to, lock
 from penstock.checkpoint.manifest import FILE_NAME
 from penstock.checkpoint.reader import OpenCheckpoint
 from penstock.core.errors import (
@@ -67,13 +64,13 @@ def is_hidden(name: str) -> bool:
 
 @contextmanager
 def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | None = None) -> Any:
-    """The hidden directory, ours alone; removed if anything raises.
+    """Make and lock the hidden directory of a checkpoint; remove it if the block raises.
 
     Args:
-        disk: The operating system's.
-        parent: Where.
-        name: Of the checkpoint.
-        spare: What it may have of the spare's files, by name ([Note: spare files]); None: it is empty.
+        disk: Changes directories.
+        parent: Directory of the checkpoint.
+        name: Name of the checkpoint.
+        spare: Names of files that it may take from the spare ([Note: spare files]); None: it is empty.
     """
     hidden_name = hidden_name_of(name)
     is_spare = is_new = False
@@ -84,7 +81,7 @@ def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | 
             hidden = disk.open_in(parent, hidden_name)
         except TransferError as error:
             if error.errno == errno.ENOENT:
-                continue  # its writer has finished with it between the two: begin anew
+                continue  # its writer has finished meanwhile: try again
             raise
         try:
             if not lock(hidden):
@@ -92,12 +89,12 @@ def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | 
                     f"another process, or another thread, is saving to {parent.join(name)!r} now:"
                     " give each writer a name of its own"
                 )
-            if is_still(parent, hidden_name, hidden):
+            if leads_to(hidden_name, hidden, parent):
                 break
         except BaseException:
             hidden.close()
             raise
-        hidden.close()  # its writer has just finished with it: begin anew
+        hidden.close()  # its writer has just finished: try again
     with hidden:
         try:
             if is_spare and spare is not None:
@@ -107,14 +104,14 @@ def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | 
                 disk.clear(hidden)
             yield hidden
         except BaseException:
-            if is_still(parent, hidden_name, hidden):
+            if leads_to(hidden_name, hidden, parent):
                 with suppress(PenstockError):  # the next save removes what is left
                     disk.remove(parent, hidden_name)
             raise
 
 
 def publish(disk: Disk, parent: Directory, name: str) -> None:
-    """Give what was made its name; what has it is removed. Raises CheckpointError, TransferError."""
+    """Give a hidden directory its name, and remove what had it. Raises CheckpointError, TransferError."""
     hidden_name = hidden_name_of(name)
     with suppress(OSError):  # an empty directory, as mkdtemp makes, gives way
         os.rmdir(name, dir_fd=parent.fd)
@@ -154,12 +151,12 @@ def remove_leftovers(disk: Disk, parent: Directory, names: Iterable[str]) -> Non
             disk.drop(parent, name)  # a link that somebody had made of a checkpoint, say
             continue
         with hidden:
-            if lock(hidden) and is_still(parent, name, hidden):
+            if lock(hidden) and leads_to(name, hidden, parent):
                 disk.remove(parent, name)
 
 
 def parent_of(path: str) -> str:
-    """The directory in which a checkpoint is to be. Raises CheckpointError."""
+    """Return the directory of a checkpoint's path. Raises CheckpointError if there is none."""
     parent = os.path.dirname(path)
     if not os.path.isdir(parent):
         raise CheckpointError(
@@ -171,10 +168,7 @@ def parent_of(path: str) -> str:
 
 
 def check_replaceable(path: str) -> None:
-    """Refuse to replace what is not a checkpoint of nothing but its own files, nor an empty directory.
-
-    Raises CheckpointError.
-    """
+    """Raise CheckpointError if a path is neither free, nor an empty directory, nor a mere checkpoint."""
     if os.path.lexists(path) and (
         os.path.islink(path)
         or not (os.path.isfile(os.path.join(path, FILE_NAME)) or _is_empty(path))
@@ -186,10 +180,9 @@ def check_replaceable(path: str) -> None:
 
 
 def check_only_ours(path: str) -> None:
-    """Refuse to remove a checkpoint with what something else has put there. Raises CheckpointError.
+    """Raise CheckpointError if a checkpoint's directory has files that are not the checkpoint's.
 
-    Args:
-        path: A directory of ours; of a link nothing but the link is ever removed.
+    A link passes, as only the link is ever removed.
     """
     if os.path.islink(path):
         return
@@ -229,9 +222,9 @@ def check_fits(parent: Directory, nbytes: int) -> None:
 
 
 SPARE: Final = "..spare.saving"
-"""Hidden, and that of no checkpoint: no dot begins those. Removed like what a dead writer left."""
+"""Name of the spare: hidden, and that of no checkpoint. It is removed as a dead writer's remains are."""
 _UNIT_BYTES: Final = 512
-"""In which the system counts a file's space."""
+"""Unit in which the system counts a file's space."""
 
 
 def has_spare(parent: Directory) -> bool:
@@ -264,10 +257,7 @@ def take_spare(disk: Disk, parent: Directory, name: str) -> bool:
 
 
 def keep_files(disk: Disk, parent: Directory, hidden: Directory, wanted: Collection[str]) -> None:
-    """Leave in what was the spare nothing but files of some names, once its name is on the device.
-
-    Raises TransferError.
-    """
+    """Remove from a former spare all files but those wanted, once its name is durable."""
     disk.sync(parent)
     for name in hidden.names():
         if name not in wanted:
@@ -275,14 +265,11 @@ def keep_files(disk: Disk, parent: Directory, hidden: Directory, wanted: Collect
 
 
 def held_bytes(directory: Directory, needed: Mapping[str, int] | None = None) -> int:
-    """The space that files in a directory have.
+    """Return the space of the files in a directory. Raises TransferError.
 
     Args:
-        directory: It.
-        needed: What counts of a file at most, by its name; None: all of it.
-
-    Raises:
-        TransferError: They cannot be looked at.
+        directory: The directory.
+        needed: Most bytes that count of each file, by its name; None: all.
     """
     held = 0
     for name in directory.names():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Final, Protocol, TypeGuard
 
 import numpy as np
@@ -31,19 +31,31 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
     return hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
 
 
-def is_plain_value(value: object, depth: int = 0) -> bool:
+def parts_of(state: object, depth: int = 0) -> Iterator[object]:
+    """Yield the values within nested dictionaries, lists and tuples, down to objects with a state.
+
+    A container that is nested too deeply is yielded itself.
+    """
+    if depth > MAX_DEPTH or is_stateful(state):
+        yield state
+    elif isinstance(state, Mapping):
+        for each in state.values():
+            yield from parts_of(each, depth + 1)
+    elif isinstance(state, list | tuple):
+        for each in state:
+            yield from parts_of(each, depth + 1)
+    else:
+        yield state
+
+
+def is_plain_value(value: object) -> bool:
     """Return whether nothing in it has memory or a state of its own: only numbers, words and the like."""
-    if isinstance(value, torch.Tensor | np.ndarray) or is_stateful(value) or depth > MAX_DEPTH:
-        return False
-    if isinstance(value, Mapping):
-        return all(is_plain_value(each, depth + 1) for each in value.values())
-    if isinstance(value, list | tuple):
-        return all(is_plain_value(each, depth + 1) for each in value)
-    return True
+    others = (torch.Tensor, np.ndarray, Mapping, list, tuple)
+    return not any(isinstance(each, others) or is_stateful(each) for each in parts_of(value))
 
 
 def refilled(target: object, made: Any) -> Any:
-    """A list, set or dictionary of plain values with others in it, however many; or those."""
+    """Return a list, set or dictionary with its contents replaced; or, for another value, the new one."""
     if isinstance(target, list) and isinstance(made, list):
         target[:] = made
         return target
@@ -57,12 +69,12 @@ def refilled(target: object, made: Any) -> Any:
 
 
 def plain_state(state: object, private: list[Any], depth: int = 0) -> Any:
-    """A state with objects replaced by their ``state_dict()``.
+    """Return a state with objects replaced by their ``state_dict()``.
 
     Args:
-        state: It.
-        private: Where those are added that were made for the occasion and have memory of their own.
-        depth: How deep this lies.
+        state: The state.
+        private: List to which parts are added that were made for this call, in memory of their own.
+        depth: Number of containers around it.
     """
     if is_stateful(state):
         made = state.state_dict()
@@ -78,36 +90,23 @@ def plain_state(state: object, private: list[Any], depth: int = 0) -> Any:
     return state
 
 
-def frozen_in(state: object, depth: int = 0) -> list[torch.Tensor]:
-    """The parameters of modules in a state that need no gradient."""
-    if isinstance(state, torch.nn.Module):
-        return [each for each in state.parameters() if not each.requires_grad]
-    if depth < MAX_DEPTH and isinstance(state, Mapping):
-        return [found for each in state.values() for found in frozen_in(each, depth + 1)]
-    if depth < MAX_DEPTH and isinstance(state, list | tuple):
-        return [found for each in state for found in frozen_in(each, depth + 1)]
-    return []
+def frozen_in(state: object) -> list[torch.Tensor]:
+    """Return the parameters of a state's modules that need no gradient."""
+    modules = (each for each in parts_of(state) if isinstance(each, torch.nn.Module))
+    return [each for module in modules for each in module.parameters() if not each.requires_grad]
 
 
-def optimizers_in(state: object, depth: int = 0) -> list[torch.optim.Optimizer]:
-    """The optimizers of a state whose states are in memory."""
-    if isinstance(state, torch.optim.Optimizer):
-        optimizer = stepped(state)
-        return [] if optimizer is None or isinstance(optimizer, OnFlash) else [optimizer]
-    if depth > MAX_DEPTH or is_stateful(state):
-        return []
-    if isinstance(state, Mapping):
-        return [found for each in state.values() for found in optimizers_in(each, depth + 1)]
-    if isinstance(state, list | tuple):
-        return [found for each in state for found in optimizers_in(each, depth + 1)]
-    return []
+def optimizers_in(state: object) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a state whose states are in memory."""
+    found = (stepped(each) for each in parts_of(state))
+    return [each for each in found if each is not None and not isinstance(each, OnFlash)]
 
 
 def stepped(value: object) -> torch.optim.Optimizer | None:
-    """The optimizer that steps where one stands, which may be a wrapper around it.
+    """Return the optimizer that steps, which may be within a wrapper; None if there is none.
 
-    Those of accelerate and Lightning are optimizers by their class, and were never made one; what
-    torch keeps of an optimizer, its hooks among it, is the other's. None: there is none to be found.
+    The wrappers of accelerate and Lightning are optimizers by their class, but were never initialised as
+    such: hooks and whatever else torch keeps of an optimizer belong to the inner one.
     """
     for _ in range(MAX_DEPTH):
         if not isinstance(value, torch.optim.Optimizer):
@@ -129,27 +128,16 @@ def _has_own_load(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
 
 
-def tensors_in(value: object) -> list[torch.Tensor]:
-    """The tensors within dictionaries and lists."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [found for each in value.values() for found in tensors_in(each)]
-    if isinstance(value, list | tuple):
-        return [found for each in value for found in tensors_in(each)]
-    return []
-
-
 def give_state(target: Stateful, state: Any, name: str) -> Stateful:
     """Give an object its state, every bit of it, and return it.
 
     Args:
-        target: It.
-        state: As its ``state_dict`` was.
-        name: What to call it in errors.
+        target: The object.
+        state: Result of its ``state_dict``.
+        name: Its name in errors.
 
     Raises:
-        CheckpointError: It does not take it.
+        CheckpointError: The object refuses the state.
     """
     try:
         target.load_state_dict(state)

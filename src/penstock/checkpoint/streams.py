@@ -15,19 +15,19 @@ from __future__ import annotations
 import ctypes
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import xxhash
 
 from penstock.checkpoint.regions import Region
-from penstock.core.errors import TransferError
 from penstock.core.threads import in_thread
-from penstock.core.units import MIB, round_down, round_up
+from penstock.core.units import MIB, round_up
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
-from penstock.io.files import DirectFile, read_end
+from penstock.io.files import DirectFile
 from penstock.io.traffic_report import reported
 from penstock.observe.clients import CHECKPOINTS
 from penstock.store.arena import Arena
@@ -88,13 +88,21 @@ class Buffers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def take(self) -> Block | None:
-        """Return a free block; None if all are in use, or the next one is being allocated.
+    def take(self, window: TransferWindow[Any]) -> Block:
+        """Return a block, completing the oldest transfers of a window as long as none is free.
 
         Raises:
             BudgetError: The process's account has no room for the least number of blocks.
-            TransferError: The next block cannot be allocated.
+            TransferError: The next block cannot be allocated, or a transfer failed.
         """
+        block = window.take(self._free_block)
+        if block is None:
+            self._have_made()
+            block = self._free.pop()
+        return block
+
+    def _free_block(self) -> Block | None:
+        """Return a free block; None if all are in use, or the next one is being allocated."""
         if self._making is not None and self._making.done():
             self._have_made()
         if self._free:
@@ -106,15 +114,6 @@ class Buffers:
             return self._counted(self._make())
         self._making = in_thread("penstock-buffers", self._make)
         return None
-
-    def need(self) -> Block:
-        """Return a block when nothing is in flight; waits for the one that is being allocated."""
-        block = self.take()
-        if block is None and self._making is not None:
-            self._have_made()
-            block = self.take()
-        assert block is not None, "all blocks are in use, and none is being allocated"
-        return block
 
     def _have_made(self) -> None:
         making, self._making = self._making, None
@@ -162,6 +161,7 @@ class Buffers:
                 offset_bytes=offset,
                 address=block.address,
                 nbytes=round_up(nbytes, file.granule_bytes),
+                least_bytes=nbytes if op == "read" else None,
                 keep_alive=block,
                 priority=priority,
             )
@@ -181,7 +181,7 @@ class Buffers:
 
 
 def digest(address: int, nbytes: int) -> str:
-    """Return the XXH3 (128 bits) of memory; about 30 GB/s, without the interpreter's lock."""
+    """Return the XXH3 (128 bits) of memory; 50 GB/s in a cache, without the interpreter's lock."""
     return xxhash.xxh3_128_hexdigest(_memory(address, nbytes))
 
 
@@ -189,17 +189,51 @@ def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * nbytes).from_address(address)
 
 
-class BlockWrites(TransferWindow[Block]):
+@dataclass(slots=True, eq=False)
+class OutputFile:
+    """A file that is being written."""
+
+    file: DirectFile
+    nbytes: int
+    """Its length when all its blocks are written."""
+    in_flight: int = 0
+    """Blocks on their way to it."""
+    is_complete: bool = False
+    """Every block has been sent."""
+    synced: Future[None] | None = None
+    """Settled when it is on the device."""
+
+
+class _Sent(NamedTuple):
+    block: Block
+    target: OutputFile
+
+
+class BlockWrites(TransferWindow[_Sent]):
     """Blocks that are being written to files. Not thread-safe.
+
+    [Note: early syncs]
+        A device that has a cache writes most of it when a file is synced, which takes as long as writing
+        did. So each file is synced, in a thread of its own, as soon as its last block is written, while
+        the blocks of later files are on their way.
 
     Attributes:
         buffers: Memory of the blocks.
     """
 
-    def __init__(self, buffers: Buffers) -> None:
-        """Write nothing yet."""
-        super().__init__(release=buffers.give)
+    def __init__(
+        self, buffers: Buffers, sync: Callable[[DirectFile, int], None] | None = None
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            buffers: Memory for the blocks.
+            sync: Called in a thread with each file and its length, once all its blocks are written;
+                None if no block will be sent.
+        """
+        super().__init__(complete=self._written, release=lambda sent: buffers.give(sent.block))
         self.buffers = buffers
+        self._sync = sync
 
     def take_block(self) -> Block:
         """Return a block to fill, waiting for the oldest in flight if none is free.
@@ -207,20 +241,44 @@ class BlockWrites(TransferWindow[Block]):
         Raises:
             TransferError: The oldest could not be written.
         """
-        block = self.take(self.buffers.take)
-        return self.buffers.need() if block is None else block
+        return self.buffers.take(self)
 
-    def send(self, file: DirectFile, offset: int, nbytes: int, block: Block) -> None:
+    def send(self, target: OutputFile, offset: int, nbytes: int, block: Block) -> None:
         """Begin to write a block; zeros fill it up to the granule of the file."""
+        file = target.file
         padding = round_up(nbytes, file.granule_bytes) - nbytes
         if padding:
             ctypes.memset(block.address + nbytes, 0, padding)
+        target.in_flight += 1
         self.begin(
-            block,
+            _Sent(block, target),
             lambda priority: self.buffers.move(
                 "write", file, offset, nbytes, block, priority=priority
             ),
         )
+
+    def end(self, target: OutputFile) -> None:
+        """Note that every block of a file has been sent."""
+        target.is_complete = True
+        self._sync_if_written(target)
+
+    def wait_for(self, target: OutputFile) -> None:
+        """Wait until a file that has ended is on the device, and close it. Raises TransferError."""
+        while target.in_flight:
+            self.advance()
+        assert target.synced is not None
+        target.synced.result()
+        target.file.close()
+
+    def _written(self, sent: _Sent) -> None:
+        sent.target.in_flight -= 1
+        self._sync_if_written(sent.target)
+
+    def _sync_if_written(self, target: OutputFile) -> None:
+        if target.is_complete and not target.in_flight:
+            assert self._sync is not None
+            work = partial(self._sync, target.file, target.nbytes)
+            target.synced = in_thread("penstock-sync", work)
 
 
 def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> str:
@@ -258,81 +316,3 @@ def _parts(
         low, high = max(start, begin), min(start + region.nbytes, end)
         if low < high:
             yield start, region, low, high
-
-
-class Wanted(NamedTuple):
-    """A block to read.
-
-    Attributes:
-        file: Its file.
-        offset: Its offset there.
-        nbytes: Its length.
-        key: Anything by which the caller recognises it.
-    """
-
-    file: DirectFile
-    offset: int
-    nbytes: int
-    key: object
-
-
-class _BlockRead(NamedTuple):
-    wanted: Wanted
-    block: Block
-
-
-def read_blocks(
-    buffers: Buffers,
-    wanted: Iterable[Wanted],
-    use: Callable[[Wanted, int], None],
-    lost: Callable[[Wanted, TransferError], None],
-) -> None:
-    """Read blocks ahead, and hand each over, in order, with its address.
-
-    Args:
-        buffers: Memory for blocks in flight.
-        wanted: Blocks to read.
-        use: Called with each block.
-        lost: Called with the first block that could not be read, and why; may raise another error.
-
-    Raises:
-        TransferError: A block could not be read. What ``use`` and ``lost`` raise goes through. Nothing
-            is in flight then.
-    """
-
-    def complete(read: _BlockRead) -> None:
-        _read_end(*read)
-        use(read.wanted, read.block.address)
-
-    def fail(read: _BlockRead, error: Exception) -> None:
-        if isinstance(error, TransferError):
-            lost(read.wanted, error)
-        raise error
-
-    with TransferWindow(
-        complete=complete, fail=fail, release=lambda read: buffers.give(read.block)
-    ) as window:
-        for each in wanted:
-            block = window.take(buffers.take)
-            if block is None:
-                block = buffers.need()
-            read = _BlockRead(each, block)
-            window.begin(read, partial(_begin, buffers, read))
-
-
-def _begin(buffers: Buffers, read: _BlockRead, priority: Priority) -> Transfer:
-    each, block = read
-    granules = round_down(each.nbytes, each.file.granule_bytes)
-    if not granules:
-        transfer = Transfer(0)
-        transfer.settle()
-        return transfer
-    return buffers.move("read", each.file, each.offset, granules, block, priority=priority)
-
-
-def _read_end(wanted: Wanted, block: Block) -> None:
-    """Read the bytes after the last granule."""
-    granules = round_down(wanted.nbytes, wanted.file.granule_bytes)
-    if granules < wanted.nbytes:
-        address = block.address + granules
-        read_end(wanted.file, wanted.offset + granules, address, wanted.nbytes - granules)

@@ -1,9 +1,9 @@
 """Targets of a load: objects, dictionaries and tensors that exist already, filled in place.
 
 [Note: two passes]
-    The first pass walks what is there and what the checkpoint says side by side, and writes down where
-    each tensor goes; it changes nothing, and whatever differs is an error. Only then tensors are read,
-    into the memory that they have; and at last, what is no tensor is set.
+    The first pass walks the targets and the checkpoint's state side by side and notes where each tensor
+    goes. It changes nothing, and any difference is an error. Then tensors are read into their memory, and
+    finally the other values are set.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ _WRAPPERS: Final = (
 
 
 class Differences:
-    """Collects them."""
+    """Differences between a checkpoint and the targets of a load."""
 
     def __init__(self) -> None:
-        """There is none yet."""
+        """Begin without any."""
         self._found: list[str] = []
 
     def add(self, path: Path, how: str) -> None:
-        """There is one."""
+        """Add one."""
         self._found.append(f"{shown(path)} {how}")
 
     def compare_keys(
         self, ours: Mapping[Any, Any], theirs: Mapping[Any, Any], path: Path, *, partial: bool
     ) -> None:
-        """Of a dictionary; if ``partial``, the checkpoint may have more."""
+        """Compare the keys of a dictionary; if ``partial``, the checkpoint may have more."""
         if self._has_wrapper(ours, theirs, path):
             return
         for key in ours:
@@ -101,7 +101,7 @@ class Differences:
         return False
 
     def check(self, where: str) -> None:
-        """Raise MismatchError, with what differs first, if anything does."""
+        """Raise MismatchError with the first differences, if there are any."""
         if not self._found:
             return
         first, more = self._found[:_MOST_SHOWN], len(self._found) - _MOST_SHOWN
@@ -112,22 +112,22 @@ class Differences:
 
 
 _IN_MEMORY_BYTES: Final = 64 * MIB
-"""States on their way to flash are in memory up to this."""
+"""Largest state for an optimizer on flash that is loaded to memory, and not to a file."""
 
 
 class Targets:
     """Destinations of a checkpoint's tensors. See [Note: two passes].
 
     Attributes:
-        differences: What differs.
+        differences: Differences found so far.
     """
 
     def __init__(self, manifest: Manifest, *, partial: bool = False) -> None:
-        """Nothing goes anywhere yet.
+        """Bind nothing yet.
 
         Args:
-            manifest: Of the checkpoint.
-            partial: Whether the checkpoint may have keys that nobody wants.
+            manifest: Manifest of the checkpoint.
+            partial: Allow keys in the checkpoint that no target has.
         """
         self.differences = Differences()
         self._manifest = manifest
@@ -139,7 +139,7 @@ class Targets:
         self._twice: list[tuple[int, int]] = []
 
     def bind(self, target: object, document: Json, path: Path = ()) -> Callable[[], Any]:
-        """Walk side by side; what comes of it when all is read."""
+        """Bind a target to JSON; return a function for its value when everything has been read."""
         if isinstance(target, torch.nn.Module):
             return self._bind_module(target, document, path)
         if is_stateful(target):
@@ -159,7 +159,7 @@ class Targets:
         return self.value(document, path)
 
     def value(self, document: Json, path: Path, fresh: Fresh | None = None) -> Callable[[], Any]:
-        """Return the value at ``path``, with new tensors where it has none yet."""
+        """Return a function for the value at ``path``, with new tensors."""
         try:
             made = decode(
                 document, lambda i: self._new(i, fresh), lambda i: _as_array(self._new(i, fresh))
@@ -170,7 +170,7 @@ class Targets:
         return lambda: made
 
     def regions(self) -> dict[int, list[tuple[int, Region]]]:
-        """By file, what is to be filled, in order. Call after everything is bound."""
+        """Return the regions to fill, in order, by file. Call it when everything is bound."""
         found: dict[int, list[tuple[int, Region]]] = {}
         for index in self._owners():
             entry = self._manifest.tensors[index]
@@ -191,10 +191,10 @@ class Targets:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Everything is read: fill what is a view of something, and what is there twice.
+        """Fill views, and further copies of a tensor, when everything has been read.
 
         Raises:
-            CheckpointError: Tensors overlap here, and otherwise in the checkpoint.
+            CheckpointError: Tensors overlap here in another way than in the checkpoint.
         """
         for index, targets in self._into.items():
             source = self._source(index)
@@ -350,7 +350,7 @@ class Targets:
         return self._bind_stateful(module, document, path)
 
     def _compare_forms(self, state: Mapping[str, Any], document: Json, path: Path) -> None:
-        """For a module that must be given its state by ``load_state_dict``, which checks too late."""
+        """Compare shapes for a module whose own ``load_state_dict`` would check them too late."""
         theirs = members_of(document) or {}
         self.differences.compare_keys(state, theirs, path, partial=self._partial)
         for key, each in state.items():
@@ -378,7 +378,7 @@ class Targets:
         return give
 
     def _reuse(self, state: Any, document: Json, path: Path) -> Callable[[], Any]:
-        """The checkpoint's state in the memory that tensors of the same key and form have here."""
+        """Bind the checkpoint's state to existing tensors of the same key, dtype and shape."""
         theirs = members_of(document)
         if isinstance(state, Mapping) and theirs is not None:
             made = {
@@ -421,7 +421,7 @@ class Targets:
 
 
 def _of_array(array: Any) -> torch.Tensor | None:
-    """A tensor in its memory; None: it is read-only, or its elements have no form in one."""
+    """Return a tensor that shares an array's memory; None if the array is read-only or not numeric."""
     if not array.flags.writeable:
         return None
     try:
@@ -442,7 +442,7 @@ def _memory_of(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _view(owner: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """A view of an owner's bytes, as the manifest has it."""
+    """Return a view of an owner's bytes as described by the manifest."""
     dtype = DTYPES[entry.dtype].dtype
     if not owner.is_contiguous():
         owner = owner.contiguous()

@@ -1,32 +1,31 @@
-"""Tensors of a state that is saved: each memory once, and its place in a file of safetensors.
+"""Tensors of a state to be saved: each memory once, and its place in a safetensors file.
 
 [Note: shared memory]
-    Tied weights are one tensor under two keys, and a flat buffer may be there beside views of it. A
-    tensor that lies within another of the state, which is contiguous, is no *owner*: it is described
-    as a view of that one and has no bytes of its own. Two that overlap in part are both owners, for
-    then neither's bytes do for the other.
+    Tied weights are one tensor under two keys, and a state may have a flat buffer beside views of it. A
+    tensor that lies within a contiguous one of the state is no *owner*: it is described as a view of
+    that one and has no bytes of its own. Two that overlap in part are both owners, as neither contains
+    the other's bytes.
 
 [Note: packing]
-    A part of the state (a key of its top level) has files of its own, so that a part that did not change
-    can be kept as it is; what training leaves as it is lies apart for the same reason; small parts
-    share. In a file, tensors whose length is a multiple of 64 bytes come first, then the
-    others, the longest elements first: so all are aligned, though the format allows no gap between two
-    tensors. The header is filled up with spaces, as the format allows, so that tensors begin at a
-    multiple of 4096.
+    A part of the state (a key of its top level) has files of its own, so that an unchanged part can be
+    kept; frozen parameters lie apart for the same reason; small parts share files. In a file, tensors
+    whose length is a multiple of 64 bytes come first, then the others, the longest elements first: so all
+    are aligned, though the format allows no gaps. The header is padded with spaces, as the format allows,
+    so that tensors begin at a multiple of 4096.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.checkpoint.manifest import TensorEntry, is_dense
+from penstock.checkpoint.manifest import TensorEntry, extent_bytes, is_dense
 from penstock.checkpoint.regions import Fixed, Region, await_devices, region_of
 from penstock.checkpoint.stateful import frozen_in, plain_state
 from penstock.checkpoint.values import DTYPES, Json, Path, encode, name_of, shown
@@ -36,73 +35,50 @@ from penstock.core.units import MIB, round_up
 Array: TypeAlias = NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Leaf:
-    """A tensor of a state.
+class Leaves:
+    """Tensors of a state, each once, numbered in the order in which they come.
 
     Attributes:
-        name: Its path of keys, told apart from others' of the same words.
-        tensor: It.
-        top: The first of those keys: tensors of one part of the state lie together.
-        frozen: Whether training leaves it as it is, as far as is known.
-        owner: Of which leaf it is a view; -1 if it has bytes of its own.
-        skip_bytes: Where in the owner's bytes it begins.
+        tensors: The tensors.
     """
 
-    name: str
-    tensor: torch.Tensor
-    top: str
-    frozen: bool = False
-    owner: int = -1
-    skip_bytes: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its elements."""
-        return self.tensor.nbytes
-
-
-class Leaves:
-    """Collects tensors, each once; numbers them in the order in which they come."""
-
     def __init__(self) -> None:
-        """None yet."""
-        self._tensors: list[torch.Tensor] = []
+        """Begin without any."""
+        self.tensors: list[torch.Tensor] = []
         self._paths: list[Path] = []
         self._known: dict[tuple[Any, ...], int] = {}
 
     def add(self, path: Path, value: torch.Tensor | Array) -> int:
-        """Its number. Raises CheckpointError, with the path, if it cannot be put into a file."""
+        """Return its number. Raises CheckpointError, with the path, if it cannot be put into a file."""
         tensor = _checked(path, value)
         key = identity(tensor)
         if key in self._known:
             return self._known[key]
-        self._tensors.append(tensor)
+        self.tensors.append(tensor)
         self._paths.append(path)
         if tensor.numel():
-            self._known[key] = len(self._tensors) - 1
-        return len(self._tensors) - 1
+            self._known[key] = len(self.tensors) - 1
+        return len(self.tensors) - 1
 
-    def all(self, frozen: frozenset[int] = frozenset()) -> list[Leaf]:
-        """Return all leaves, with their owners.
+    def entries(self, *, has_views: bool = True) -> list[TensorEntry]:
+        """Describe all tensors, without their places.
+
+        Args:
+            has_views: Describe those that lie within another as its views.
+        """
+        none = [(-1, 0)] * len(self.tensors)
+        owners = _owners(self.tensors) if has_views else none
+        every = zip(_unique(self._paths), self.tensors, owners, strict=True)
+        return [_entry(name, tensor, *owner) for name, tensor, owner in every]
+
+    def parts(self, frozen: frozenset[int]) -> list[tuple[str, bool]]:
+        """Return the part of the state that each tensor is of, and whether training leaves it as it is.
 
         Args:
             frozen: Addresses of tensors that training leaves as they are.
         """
-        names = _unique(self._paths)
-        tops = [path[0] if path else "" for path in self._paths]
-        owners = _owners(self._tensors)
-        return [
-            Leaf(name, tensor, top, tensor.data_ptr() in frozen, *owner)
-            for name, tensor, top, owner in zip(names, self._tensors, tops, owners, strict=True)
-        ]
-
-
-def collect(state: object, frozen: frozenset[int] = frozenset()) -> tuple[Json, list[Leaf]]:
-    """A state's JSON, and the tensors that it names by number. Raises CheckpointError."""
-    leaves = Leaves()
-    document = encode(state, leaves.add)
-    return document, leaves.all(frozen)
+        every = zip(self._paths, self.tensors, strict=True)
+        return [(path[0] if path else "", each.data_ptr() in frozen) for path, each in every]
 
 
 def _checked(path: Path, value: torch.Tensor | Array) -> torch.Tensor:
@@ -145,7 +121,7 @@ def _unfit(path: Path, what: str, advice: str) -> CheckpointError:
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Alike for tensors that are the same memory in the same way; all empty ones are alike."""
+    """Return a key that is equal for tensors with the same memory and form; all empty ones are equal."""
     if not tensor.numel():
         return (None,)
     bits = tensor.is_conj(), tensor.is_neg()
@@ -168,14 +144,14 @@ def _unique(paths: Sequence[Path]) -> list[str]:
 
 
 def _owners(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """See [Note: shared memory]."""
+    """Return each tensor's owner, or -1, and its offset there; see [Note: shared memory]."""
     found = [(-1, 0)] * len(tensors)
     for members in _by_storage(tensors):
         spans = []
         for index in members:
             tensor = tensors[index]
             start = tensor.data_ptr()
-            end = start + extent_bytes(tensor)
+            end = start + extent_bytes(tensor.shape, tensor.stride(), tensor.element_size())
             spans.append((start, -end, not tensor.is_contiguous(), index))
         owner, end = -1, 0
         for start, minus_end, _, index in sorted(spans):
@@ -195,12 +171,6 @@ def _by_storage(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     return (members for members in groups.values() if len(members) > 1)
 
 
-def extent_bytes(tensor: torch.Tensor) -> int:
-    """From its first to past its last element, in memory; strides are never negative."""
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()
-
-
 FILE_BYTES: Final = 256 * MIB
 """A file is closed once it is as long as this."""
 _SMALL_BYTES: Final = 32 * MIB
@@ -211,26 +181,26 @@ _HEADER_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilePlan:
-    """A file that is to be written.
+    """A file to be written.
 
     Attributes:
-        name: In the checkpoint's directory.
+        name: Its name in the checkpoint's directory.
         header: Its first bytes.
-        leaves: Numbers of the tensors in it, in their order there.
+        members: Numbers of the tensors in it, in their order there.
         nbytes: Its exact length.
     """
 
     name: str
     header: bytes
-    leaves: tuple[int, ...]
+    members: tuple[int, ...]
     nbytes: int
 
-    def regions(self, tensors: Sequence[Leaf]) -> list[tuple[int, Region]]:
+    def regions(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, Region]]:
         """Return offsets in the file, and the regions that begin there."""
         found: list[tuple[int, Region]] = [(0, Fixed(self.header))]
         offset = len(self.header)
-        for index in self.leaves:
-            region = region_of(tensors[index].tensor)
+        for index in self.members:
+            region = region_of(tensors[index])
             if region.nbytes:
                 found.append((offset, region))
             offset += region.nbytes
@@ -238,30 +208,43 @@ class FilePlan:
 
 
 def pack(
-    leaves: Sequence[Leaf], *, prefix: str = "data", file_bytes: int = FILE_BYTES
-) -> tuple[list[FilePlan], tuple[TensorEntry, ...]]:
-    """Files for the tensors, and what a manifest says of each tensor. See [Note: packing]."""
+    entries: Sequence[TensorEntry],
+    parts: Sequence[tuple[str, bool]],
+    *,
+    prefix: str = "data",
+    file_bytes: int = FILE_BYTES,
+) -> tuple[list[FilePlan], list[TensorEntry]]:
+    """Return files for some tensors, and their entries with their places. See [Note: packing].
+
+    Args:
+        entries: The tensors.
+        parts: What each is a part of.
+        prefix: Beginning of the files' names.
+        file_bytes: A file is closed once it is as long as this.
+    """
     plans: list[FilePlan] = []
-    places: dict[int, tuple[int, int]] = {}
-    for members in _files(leaves, file_bytes):
-        members.sort(key=lambda index: _rank(leaves[index]))
-        header = header_of([leaves[index] for index in members], {})
+    placed = list(entries)
+    for members in _files(entries, parts, file_bytes):
+        members.sort(key=lambda index: _rank(entries[index]))
+        header = header_of([entries[index] for index in members])
         offset = len(header)
         for index in members:
-            places[index] = len(plans), offset
-            offset += leaves[index].nbytes
+            placed[index] = replace(entries[index], file=len(plans), offset_bytes=offset)
+            offset += entries[index].nbytes
         name = f"{prefix}-{len(plans):05}.safetensors"
         plans.append(FilePlan(name, header, tuple(members), offset))
-    return plans, tuple(_entry(leaf, places.get(i)) for i, leaf in enumerate(leaves))
+    return plans, placed
 
 
-def _files(leaves: Sequence[Leaf], file_bytes: int) -> Iterator[list[int]]:
-    for members in _parts(leaves):
+def _files(
+    entries: Sequence[TensorEntry], parts: Sequence[tuple[str, bool]], file_bytes: int
+) -> Iterator[list[int]]:
+    for members in _parts(entries, parts):
         file: list[int] = []
         length = 0
         for index in members:
             file.append(index)
-            length += leaves[index].nbytes
+            length += entries[index].nbytes
             if length >= file_bytes:
                 yield file
                 file, length = [], 0
@@ -269,106 +252,101 @@ def _files(leaves: Sequence[Leaf], file_bytes: int) -> Iterator[list[int]]:
             yield file
 
 
-def _parts(leaves: Sequence[Leaf]) -> Iterator[list[int]]:
-    parts: dict[tuple[str, bool], list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if leaf.owner < 0:
-            parts.setdefault((leaf.top, leaf.frozen), []).append(index)
+def _parts(
+    entries: Sequence[TensorEntry], parts: Sequence[tuple[str, bool]]
+) -> Iterator[list[int]]:
+    groups: dict[tuple[str, bool], list[int]] = {}
+    for index, (entry, part) in enumerate(zip(entries, parts, strict=True)):
+        if entry.owner < 0:
+            groups.setdefault(part, []).append(index)
     small: dict[bool, list[int]] = {}
-    for (_, frozen), members in parts.items():
-        if sum(leaves[index].nbytes for index in members) < _SMALL_BYTES:
+    for (_, frozen), members in groups.items():
+        if sum(entries[index].nbytes for index in members) < _SMALL_BYTES:
             small.setdefault(frozen, []).extend(members)
         else:
             yield members
     yield from small.values()
 
 
-def _rank(leaf: Leaf) -> int:
-    if leaf.nbytes % _ALIGNMENT_BYTES == 0:
+def _rank(entry: TensorEntry) -> int:
+    if entry.nbytes % _ALIGNMENT_BYTES == 0:
         return -_ALIGNMENT_BYTES
-    return -leaf.tensor.element_size()
+    return -DTYPES[entry.dtype].itemsize
 
 
-def header_of(leaves: Sequence[Leaf], encoded: Mapping[str, int], least_bytes: int = 0) -> bytes:
-    """The first bytes of a data file.
+def header_of(entries: Sequence[TensorEntry], least_bytes: int = 0) -> bytes:
+    """Return the first bytes of a data file.
 
     Args:
-        leaves: What is in it, in this order.
-        encoded: How long those are, by name, that are there as frames of a codec.
-        least_bytes: How long it is to be at least.
+        entries: Its tensors, in their order there.
+        least_bytes: Minimum length.
     """
-    entries: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
+    found: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
     begin = 0
-    for leaf in leaves:
-        kind = DTYPES[name_of(leaf.tensor.dtype)]
-        shape = [*leaf.tensor.shape] + ([kind.parts] if kind.parts > 1 else [])
-        code, nbytes = kind.code, leaf.nbytes
-        if leaf.name in encoded:
-            code, nbytes = "U8", encoded[leaf.name]
-            shape = [nbytes]
-        end = begin + nbytes
-        entries[leaf.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+    for each in entries:
+        kind = DTYPES[each.dtype]
+        code, shape = kind.code, [*each.shape] + ([kind.parts] if kind.parts > 1 else [])
+        if each.codec:
+            code, shape = "U8", [each.stored_bytes]
+        end = begin + each.file_bytes
+        found[each.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
         begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+    text = json.dumps(found, separators=(",", ":")).encode("ascii")
     length = max(round_up(8 + len(text), _HEADER_BYTES), least_bytes) - 8
     return length.to_bytes(8, "little") + text.ljust(length)
 
 
-def _entry(leaf: Leaf, place: tuple[int, int] | None) -> TensorEntry:
-    tensor = leaf.tensor
+def _entry(name: str, tensor: torch.Tensor, owner: int, skip_bytes: int) -> TensorEntry:
     shape, strides = tuple(tensor.shape), tensor.stride()
-    is_view = place is None
-    keep = not tensor.is_contiguous() and (is_view or is_dense(shape, strides))
-    file, offset = (-1, 0) if place is None else place
+    keep = not tensor.is_contiguous() and (owner >= 0 or is_dense(shape, strides))
     return TensorEntry(
-        name=leaf.name,
+        name=name,
         dtype=name_of(tensor.dtype),
         shape=shape,
         strides=strides if keep else None,
-        file=file,
-        offset_bytes=offset,
-        owner=leaf.owner,
-        skip_bytes=leaf.skip_bytes,
+        owner=owner,
+        skip_bytes=skip_bytes,
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A state that is about to be saved: what goes where.
+    """A state to be saved: its values, and the place of each tensor.
 
     Attributes:
-        document: What is no tensor.
-        leaves: The tensors.
+        document: Its values other than tensors, as JSON.
+        tensors: Its tensors, by number.
+        entries: Entries of the tensors for the manifest.
         plans: Files.
-        entries: What the manifest says of the tensors.
     """
 
     document: Json
-    leaves: Sequence[Leaf]
+    tensors: Sequence[torch.Tensor]
+    entries: Sequence[TensorEntry]
     plans: Sequence[FilePlan]
-    entries: tuple[TensorEntry, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(each.nbytes for each in self.plans)
 
 
 def prepare(
     state: object, *, private: list[Any] | None = None, file_bytes: int = FILE_BYTES
 ) -> Prepared:
-    """Say what of a state goes where.
+    """Find the values and tensors of a state, and a place for each tensor.
 
     Args:
-        state: It.
-        private: Where parts are added that were made for the occasion.
+        state: The state.
+        private: List to which parts are added that were made for this save.
         file_bytes: A file is closed once it is as long as this.
 
     Raises:
         CheckpointError: Something has no form in a checkpoint.
     """
-    plain = plain_state(state, [] if private is None else private)
-    document, leaves = collect(plain, frozenset(each.data_ptr() for each in frozen_in(state)))
-    await_devices(each.tensor.device for each in leaves)
-    plans, entries = pack(leaves, file_bytes=file_bytes)
-    return Prepared(document, leaves, plans, entries)
+    leaves = Leaves()
+    document = encode(plain_state(state, [] if private is None else private), leaves.add)
+    await_devices(each.device for each in leaves.tensors)
+    parts = leaves.parts(frozenset(each.data_ptr() for each in frozen_in(state)))
+    plans, entries = pack(leaves.entries(), parts, file_bytes=file_bytes)
+    return Prepared(document, leaves.tensors, entries, plans)

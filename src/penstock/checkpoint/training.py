@@ -16,7 +16,7 @@ class Rng:
     """The random generators of the process: Python's, NumPy's, torch's, and those of all CUDA devices."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As they are now."""
+        """Return their present states."""
         name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         return {
             "python": random.getstate(),
@@ -26,7 +26,7 @@ class Rng:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set them. Raises MismatchError if there are other devices now; nothing is set then."""
+        """Set their states. Raises MismatchError, and sets none, if the devices differ."""
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         saved = state_dict["cuda"]
         if len(saved) != devices:
@@ -42,14 +42,14 @@ class Rng:
 
 
 def training_state(*, step: int = 0, **parts: Any) -> dict[str, Any]:
-    """A state to save and to load into, that makes a resumed run the same as one that never stopped.
+    """Return a state to save and to load into, with which a resumed run equals one that never stopped.
 
-    The process's random generators belong to it, as ``rng``.
+    It includes the process's random generators, as ``rng``.
 
     Args:
-        step: Steps that were made; what was saved is at ``["step"]`` after a load.
-        parts: What has ``state_dict`` and ``load_state_dict`` (model, optimizer, scheduler, scaler,
-            sampler or data loader, average of weights), or any other value, as a position in the data.
+        step: Number of steps so far; after a load the saved one is at ``["step"]``.
+        parts: Objects with ``state_dict`` and ``load_state_dict`` (model, optimizer, scheduler, scaler,
+            sampler or data loader, average of weights), or other values, such as a position in the data.
             None is left out.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 from penstock.checkpoint.frames import Encoder
 from penstock.checkpoint.manifest import FileEntry, Manifest, TensorEntry, blocks_of
 from penstock.checkpoint.streams import BlockWrites, Buffers, fill
-from penstock.checkpoint.tensors import FilePlan, Leaf, Prepared
+from penstock.checkpoint.tensors import FilePlan, Prepared
 from penstock.checkpoint.writer import EncodedBody, agrees
 
 
@@ -20,12 +20,12 @@ class Place:
     """A tensor whose bytes a checkpoint has.
 
     Attributes:
-        name: Its name there.
-        tensor: It.
-        path: The data file.
-        offset_bytes: Where in the file it begins.
-        nbytes: How long it is.
-        codec: What it is encoded with there; empty: it lies there as it is.
+        name: Its name in the checkpoint.
+        tensor: The tensor.
+        path: Path of the data file.
+        offset_bytes: Its offset in the file.
+        nbytes: Its length.
+        codec: Its codec there; empty if it is stored as it is.
     """
 
     name: str
@@ -37,14 +37,13 @@ class Place:
 
 
 def places(where: str, manifest: Manifest, prepared: Prepared) -> list[Place]:
-    """The tensors of a state that a checkpoint has.
+    """Return the tensors of a state that a checkpoint has: those whose blocks are all the same.
 
-    Those that lie in blocks which are what it has; of a file with encoded tensors all, or none: where
-    one begins depends on all before it.
+    Of a file with encoded tensors these are all or none: the place of each depends on those before it.
 
     Args:
-        where: The checkpoint.
-        manifest: What it says of itself.
+        where: Path of the checkpoint.
+        manifest: Its manifest.
         prepared: The state.
     """
     found: list[Place] = []
@@ -63,7 +62,7 @@ def places(where: str, manifest: Manifest, prepared: Prepared) -> list[Place]:
         found += [
             Place(
                 name=each.name,
-                tensor=prepared.leaves[index].tensor,
+                tensor=prepared.tensors[index],
                 path=os.path.join(where, plan.name),
                 offset_bytes=each.offset_bytes,
                 nbytes=each.nbytes,
@@ -80,8 +79,8 @@ def _plain(
     if entry.nbytes != plan.nbytes:
         return {}
     size = manifest.block_bytes
-    same = _same_blocks(plan, prepared.leaves, entry, size)
-    members = {index: prepared.entries[index] for index in plan.leaves}
+    same = _same_blocks(plan, prepared, entry, size)
+    members = {index: prepared.entries[index] for index in plan.members}
     return {
         index: each
         for index, each in members.items()
@@ -92,26 +91,23 @@ def _plain(
 def _encoded(
     plan: FilePlan, prepared: Prepared, manifest: Manifest, entry: FileEntry, codec: str
 ) -> dict[int, TensorEntry]:
-    """Encoded once more, they are the same bytes or they are not the same tensors."""
-    regions = plan.regions(prepared.leaves)
-    body = EncodedBody(plan, prepared.leaves, regions, Encoder(codec))
+    """Encode the tensors again: the same tensors are the same bytes."""
+    regions = plan.regions(prepared.tensors)
+    body = EncodedBody(plan, prepared.entries, regions, Encoder(codec))
     with Buffers(manifest.block_bytes) as buffers:
         if not agrees(body, BlockWrites(buffers), entry):
             return {}
-    entries = list(prepared.entries)
-    body.enter(entries)
-    return {index: entries[index] for index in plan.leaves if entries[index].nbytes}
+    return {index: each for index, each in body.entries.items() if each.nbytes}
 
 
 def _same_blocks(
-    plan: FilePlan, leaves: Sequence[Leaf], entry: FileEntry, block_bytes: int
+    plan: FilePlan, prepared: Prepared, entry: FileEntry, block_bytes: int
 ) -> list[bool]:
-    regions = plan.regions(leaves)
+    regions = plan.regions(prepared.tensors)
     starts = [start for start, _ in regions]
     same = []
     with Buffers(block_bytes) as buffers:
-        block = buffers.take()
-        assert block is not None
+        block = buffers.take(BlockWrites(buffers))
         for index, offset in enumerate(blocks_of(plan.nbytes, block_bytes)):
             end = min(offset + block_bytes, plan.nbytes)
             checksum = fill(regions, starts, offset, end, block.address)

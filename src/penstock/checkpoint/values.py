@@ -1,4 +1,4 @@
-"""Values other than tensors, as JSON: exactly, or not at all. Element types and their names.
+"""Values other than tensors as JSON, without loss. Element types and their names.
 
 [Note: values in JSON]
     ``null``, ``true``, ``false``, strings, whole numbers below 2**53 and finite floats stand for
@@ -48,9 +48,9 @@ class Kind:
     """An element type.
 
     Attributes:
-        dtype: torch's.
-        code: That of safetensors for what is stored.
-        parts: How many of those make one element: 1, or 2 for a complex number, or its bytes.
+        dtype: Type in torch.
+        code: Code in safetensors of the stored parts.
+        parts: Number of parts of an element: 1, or 2 for a complex number.
     """
 
     dtype: torch.dtype
@@ -92,12 +92,12 @@ DTYPES: Final = {
     for name, code in _CODES.items()
     if hasattr(torch, name)
 }
-"""By torch's name."""
+"""Element types by torch's name."""
 
 
 @functools.cache
 def name_of(dtype: torch.dtype) -> str:
-    """Torch's name of it, without the module."""
+    """Return torch's name of an element type, without the module."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -127,7 +127,7 @@ _ADVICE: Final[tuple[tuple[Any, str], ...]] = (
 
 
 def advice_on(value: object) -> str:
-    """In a few words."""
+    """Return advice, in a few words, on a value that has no form in JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return "give dataclasses.asdict(it), and make it anew of that"
     if isinstance(value, tuple):
@@ -142,10 +142,10 @@ def advice_on(value: object) -> str:
 
 Json: TypeAlias = Any
 Path: TypeAlias = tuple[str, ...]
-"""The keys on the way to a value."""
+"""Keys on the way to a value."""
 
 MAX_DEPTH: Final = 64
-"""Containers within containers, in a state and in its JSON."""
+"""Most containers within one another, in a state and in its JSON."""
 _EXACT: Final = 2**53
 """Whole numbers below this are exact in any reader of JSON."""
 _MAX_DIGITS: Final = 4000
@@ -173,11 +173,11 @@ _WIDE: Final = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
 
 
 class FormError(ValueError):
-    """JSON that is none of ours; whoever knows the file says which."""
+    """JSON that is not in this format. The caller knows the file, and names it."""
 
 
 def shown(path: Path) -> str:
-    """A path of keys, as errors and tensors' names have it."""
+    """Return a path of keys as it is written in errors and names of tensors."""
     return ".".join(path) or "the state"
 
 
@@ -186,15 +186,15 @@ def encode(
     add: Callable[[Path, torch.Tensor | NDArray[Any]], int],
     path: Path = (),
 ) -> Json:
-    """A state as JSON.
+    """Return a state as JSON.
 
     Args:
-        value: It: nested dictionaries, lists and tuples of what [Note: values in JSON] knows.
-        add: Takes a tensor or an array; returns the number that stands for it.
-        path: The keys on the way to it.
+        value: The state: nested dictionaries, lists and tuples of values as in [Note: values in JSON].
+        add: Called with each tensor or array; returns the number that stands for it.
+        path: Keys on the way to it.
 
     Raises:
-        CheckpointError: Something in it has no such form; with its path of keys.
+        CheckpointError: Something in it has no such form; names its path of keys.
     """
     if len(path) > MAX_DEPTH:
         raise CheckpointError(
@@ -264,7 +264,7 @@ def _plain(value: object, path: Path) -> Json:
 
 
 def _tagged(value: object, path: Path) -> Json:
-    """Encode a value as one JSON object; None: there is no form for it."""
+    """Encode a value as one JSON object; return None if there is no form for it."""
     kind = type(value)
     made: Json = None
     if isinstance(value, bytes) and kind is bytes:
@@ -285,7 +285,7 @@ def _tagged(value: object, path: Path) -> Json:
 
 
 def _bytes_of(value: np.generic) -> bytes:
-    """Of a NumPy scalar; an empty string has none, though NumPy shows some."""
+    """Return the bytes of a NumPy scalar; an empty string has none, though NumPy returns some."""
     return value.tobytes()[: value.dtype.itemsize]
 
 
@@ -321,12 +321,12 @@ def decode(
 
     Args:
         document: Its JSON.
-        tensor: What stands for the tensor of a number.
-        array: The same for arrays.
-        depth: How deep this lies.
+        tensor: Returns the tensor of a number.
+        array: Returns the array of a number.
+        depth: Number of containers around it.
 
     Raises:
-        FormError: It is none of ours.
+        FormError: It is not in this format.
     """
     if depth > MAX_DEPTH + 1:
         raise FormError(f"values are nested more than {MAX_DEPTH} deep")
@@ -361,7 +361,7 @@ def _decode_tagged(
 
 
 def has_tensors(document: Json) -> bool:
-    """Return whether tensors or arrays are in it."""
+    """Return whether JSON refers to tensors or arrays."""
     if isinstance(document, list):
         return any(map(has_tensors, document))
     if not isinstance(document, dict):
@@ -370,7 +370,7 @@ def has_tensors(document: Json) -> bool:
 
 
 def tensor_of(document: Json) -> int | None:
-    """The number of the tensor or array that it stands for, if it is one."""
+    """Return the number of the tensor or array that JSON refers to; None if it is something else."""
     if isinstance(document, dict) and len(document) == 1:
         for tag in ("$tensor", "$array"):
             if type(document.get(tag)) is int and document[tag] >= 0:
@@ -379,7 +379,7 @@ def tensor_of(document: Json) -> int | None:
 
 
 def members_of(document: Json) -> dict[Any, Json] | None:
-    """A dictionary in JSON, by its keys."""
+    """Return the members of an encoded dictionary by key; None if it is something else."""
     if not isinstance(document, dict):
         return None
     try:
@@ -394,7 +394,7 @@ def members_of(document: Json) -> dict[Any, Json] | None:
 
 
 def list_of(document: Json, kind: type) -> list[Json] | None:
-    """Return the items of an encoded list or tuple; None: it is neither."""
+    """Return the items of an encoded list or tuple; None if it is something else."""
     if kind is list:
         return document if isinstance(document, list) else None
     try:
@@ -404,7 +404,7 @@ def list_of(document: Json, kind: type) -> list[Json] | None:
 
 
 def tag_of(document: Mapping[str, Json]) -> str | None:
-    """The name of the only member of an object that is no dictionary of strings. Raises FormError."""
+    """Return the tag of a tagged value; None for a dictionary of strings. Raises FormError."""
     for key in document:
         if key.startswith("$"):
             if len(document) != 1:
@@ -414,14 +414,14 @@ def tag_of(document: Mapping[str, Json]) -> str | None:
 
 
 def items_of(body: Json) -> list[Json]:
-    """An array. Raises FormError."""
+    """Return an array. Raises FormError if it is none."""
     if not isinstance(body, list):
         raise FormError(f"{str(body)[:40]!r} stands where an array must")
     return body
 
 
 def pairs_of(body: Json) -> list[tuple[Json, Json]]:
-    """An array of pairs. Raises FormError."""
+    """Return an array of pairs. Raises FormError if it is none."""
     found = []
     for pair in items_of(body):
         if len(items_of(pair)) != 2:
@@ -431,7 +431,7 @@ def pairs_of(body: Json) -> list[tuple[Json, Json]]:
 
 
 def key_of(document: Json, depth: int = 0) -> Any:
-    """A dictionary's key. Raises FormError."""
+    """Decode a dictionary's key. Raises FormError."""
     key = decode(document, _no_number, _no_number, depth)
     try:
         hash(key)
@@ -441,7 +441,7 @@ def key_of(document: Json, depth: int = 0) -> Any:
 
 
 def whole(body: Json) -> int:
-    """A whole number that is not negative. Raises FormError."""
+    """Return a whole number that is not negative. Raises FormError if it is none."""
     if type(body) is not int or body < 0:
         raise FormError(f"{str(body)[:40]!r} stands where a whole number must")
     return body

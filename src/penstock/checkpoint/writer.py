@@ -1,7 +1,7 @@
-"""Data files, written while their checksums are computed; blocks that the base has are not written.
+"""Writing of data files and their checksums; blocks that the base has are not written.
 
-The header of a file with encoded tensors is known last: its blocks fill as bytes come, and the first of
-them is kept until then.
+The header of a file with encoded tensors is known last: its blocks fill as bytes come, and the first
+block is kept until then.
 
 [Note: unchanged blocks]
     With a base, the blocks of a file are compared with those of the base's file of that name, by checksum
@@ -15,46 +15,33 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from concurrent.futures import wait
+from dataclasses import replace
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.frames import ALIGNMENT_BYTES, Encoder
-from penstock.checkpoint.manifest import FRAME_BYTES, FileEntry, Manifest, TensorEntry, blocks_of
+from penstock.checkpoint.manifest import FRAME_BYTES, FileEntry, TensorEntry, blocks_of
+from penstock.checkpoint.reader import OpenCheckpoint
 from penstock.checkpoint.regions import Region
-from penstock.checkpoint.streams import BlockWrites, Buffers, Regions, digest, fill
-from penstock.checkpoint.tensors import FilePlan, Leaf, header_of
-from penstock.checkpoint.values import name_of
+from penstock.checkpoint.streams import BlockWrites, Buffers, OutputFile, Regions, digest, fill
+from penstock.checkpoint.tensors import FilePlan, Prepared, header_of
 from penstock.codec.base import HEADER_BYTES, Bytes
-from penstock.core.errors import CheckpointError, TransferError
-from penstock.core.threads import all_at_once
+from penstock.core.errors import CheckpointError, PenstockError
+from penstock.core.threads import in_thread
 from penstock.core.units import round_up
-from penstock.io.files import DirectFile, open_at
+from penstock.io.files import DirectFile
 from penstock.store.pool import Block
 from penstock.store.window import TransferWindow
-
-
-class FileSpan(NamedTuple):
-    """A stretch of a file, valid until the next one is made.
-
-    Attributes:
-        address: Its address in memory.
-        nbytes: Its length.
-        read_end: Bytes of the plain file before this are not read any more.
-    """
-
-    address: int
-    nbytes: int
-    read_end: int
 
 
 class EncodedBody:
     """Content of a file with encoded tensors: its body, then its header, as lengths are known last.
 
     Attributes:
+        entries: Entries of its tensors by number, which have their places after ``pieces``.
         header_bytes: Length of the header, whatever the lengths of the tensors.
         most_bytes: Greatest length of the file.
     """
@@ -62,75 +49,55 @@ class EncodedBody:
     def __init__(
         self,
         plan: FilePlan,
-        leaves: Sequence[Leaf],
-        regions: Sequence[tuple[int, Region]],
+        entries: Sequence[TensorEntry],
+        regions: Regions,
         encoder: Encoder,
     ) -> None:
         """Encode nothing yet.
 
         Args:
             plan: The file as it would be without a codec.
-            leaves: All tensors of the state.
+            entries: All tensors of the state, with their places in that file.
             regions: Contents of that file, the header first.
             encoder: Makes frames.
         """
-        self._places: dict[int, tuple[int, int]] = {}
-        self._numbers = plan.leaves
-        self._leaves = [leaves[index] for index in plan.leaves]
-        by_place = dict(regions[1:])
-        self._regions: list[tuple[int, Region | None]] = []
-        offset = len(plan.header)
-        for leaf in self._leaves:
-            self._regions.append((offset, by_place[offset] if leaf.nbytes else None))
-            offset += leaf.nbytes
+        self.entries = {index: entries[index] for index in plan.members}
         self._encoder = encoder
-        self._pays = [
-            region is not None and encoder.pays(region, name_of(leaf.tensor.dtype))
-            for leaf, (_, region) in zip(self._leaves, self._regions, strict=True)
-        ]
-        longest = {
-            leaf.name: _most_bytes(leaf.nbytes)
-            for leaf, pays in zip(self._leaves, self._pays, strict=True)
-            if pays
-        }
-        self.header_bytes = len(header_of(self._leaves, longest))
-        self.most_bytes = self.header_bytes + sum(
-            longest.get(leaf.name, leaf.nbytes) for leaf in self._leaves
-        )
+        self._regions = dict(regions[1:])
+        longest = {}
+        for index, entry in self.entries.items():
+            region = self._regions.get(entry.offset_bytes) if entry.nbytes else None
+            if region is not None and encoder.pays(region, entry.dtype):
+                most = _most_bytes(entry.nbytes)
+                longest[index] = replace(entry, codec=encoder.name, stored_bytes=most)
+        self._pays = longest.keys()
+        most_entries = [longest.get(index, entry) for index, entry in self.entries.items()]
+        self.header_bytes = len(header_of(most_entries))
+        self.most_bytes = self.header_bytes + sum(each.file_bytes for each in most_entries)
 
-    def spans(self) -> Iterator[FileSpan]:
-        """Yield the body in order. Raises CheckpointError if a tensor was changed."""
+    def pieces(self) -> Iterator[tuple[Bytes, int]]:
+        """Yield the body in order: a piece, valid until the next, and how far the plain file was read.
+
+        Raises CheckpointError if a tensor was changed.
+        """
         offset = self.header_bytes
-        for index, number in enumerate(self._numbers):
+        for index, entry in self.entries.items():
             begin = offset
-            start, region = self._regions[index]
-            if region is not None:
-                for memory, end in self._frames(index, region):
+            pays = index in self._pays
+            if entry.nbytes:
+                region = self._regions[entry.offset_bytes]
+                frames = self._encoder.frames(region, entry.dtype) if pays else _pieces(region)
+                for memory, end in frames:
                     offset += memory.size
-                    yield FileSpan(memory.ctypes.data, memory.size, start + end)
-            self._places[number] = begin, offset - begin if self._pays[index] else 0
-
-    def enter(self, entries: list[TensorEntry]) -> None:
-        """Set the places of its tensors in the entries of a manifest; call it after all spans."""
-        for number, (offset, stored) in self._places.items():
-            entry = replace(entries[number], offset_bytes=offset)
-            if stored:
-                entry = replace(entry, codec=self._encoder.name, stored_bytes=stored)
-            entries[number] = entry
+                    yield memory, entry.offset_bytes + end
+            placed = replace(entry, offset_bytes=begin)
+            if pays:
+                placed = replace(placed, codec=self._encoder.name, stored_bytes=offset - begin)
+            self.entries[index] = placed
 
     def header(self) -> bytes:
-        """Return the header; call it after all spans."""
-        encoded = {
-            leaf.name: self._places[number][1]
-            for number, leaf in zip(self._numbers, self._leaves, strict=True)
-            if self._places[number][1]
-        }
-        return header_of(self._leaves, encoded, self.header_bytes)
-
-    def _frames(self, index: int, region: Region) -> Iterator[tuple[Bytes, int]]:
-        if self._pays[index]:
-            return self._encoder.frames(region, name_of(self._leaves[index].tensor.dtype))
-        return _pieces(region)
+        """Return the header; call it after ``pieces``."""
+        return header_of(list(self.entries.values()), self.header_bytes)
 
 
 def _most_bytes(nbytes: int) -> int:
@@ -153,6 +120,8 @@ class FileBlocks:
         file: The file; None as long as blocks are only compared.
         shares_base: Blocks that are as in the base are in the file already.
         written_bytes: Bytes that were sent to the file.
+        take: Returns a block to fill; raises TransferError if an earlier one could not be written.
+        free: Frees a block that is not put.
     """
 
     def __init__(self, out: BlockWrites, name: str, base: FileEntry | None) -> None:
@@ -163,10 +132,12 @@ class FileBlocks:
             name: Name of the file.
             base: File of the base that the blocks are compared with.
         """
-        self.file: DirectFile | None = None
+        self.file: OutputFile | None = None
         self.shares_base = False
         self.written_bytes = 0
         self.block_bytes = out.buffers.block_bytes
+        self.take = out.take_block
+        self.free = out.buffers.give
         self._out = out
         self._name = name
         self._base = base
@@ -180,14 +151,6 @@ class FileBlocks:
     def sums(self) -> tuple[str, ...]:
         """Checksums of all blocks, in order."""
         return tuple(self._sums[index] for index in range(len(self._sums)))
-
-    def take(self) -> Block:
-        """Return a block to fill. Raises TransferError if an earlier one could not be written."""
-        return self._out.take_block()
-
-    def free(self, block: Block) -> None:
-        """Free a block that is not put."""
-        self._out.buffers.give(block)
 
     def put(self, index: int, nbytes: int, block: Block, checksum: str) -> bool:
         """Note a block's checksum, then write the block, or free it if the file has its bytes already.
@@ -238,8 +201,9 @@ class _StreamedBlocks(FileBlocks):
         self._block: Block | None = None
         self._kept: Block | None = None
 
-    def append(self, address: int, nbytes: int) -> None:
+    def append(self, memory: Bytes) -> None:
         """Add bytes. Raises TransferError."""
+        address, nbytes = memory.ctypes.data, memory.size
         while nbytes:
             if self._block is None:
                 self._block = self.take()
@@ -300,8 +264,8 @@ def agrees(body: EncodedBody, out: BlockWrites, known: FileEntry) -> bool:
     """
     blocks = _StreamedBlocks(out, known.name, known, body.header_bytes)
     try:
-        for span in body.spans():
-            blocks.append(span.address, span.nbytes)
+        for piece, _ in body.pieces():
+            blocks.append(piece)
             if blocks.differs:
                 return False
         blocks.end(body.header())
@@ -311,31 +275,7 @@ def agrees(body: EncodedBody, out: BlockWrites, known: FileEntry) -> bool:
 
 
 _MOST_OPEN: Final = 64
-"""Most files that are open. All are synced at the end, as a journal is written once then."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Base:
-    """An earlier checkpoint, whose unchanged files are kept.
-
-    Attributes:
-        directory: Its directory.
-        manifest: Its manifest.
-    """
-
-    directory: Directory
-    manifest: Manifest
-
-    def entry(self, name: str) -> FileEntry | None:
-        """Return the entry of that name, if there is one."""
-        return next((each for each in self.manifest.files if each.name == name), None)
-
-    def file(self, name: str) -> DirectFile | None:
-        """Open its file of that name; return None if that is not possible."""
-        try:
-            return open_at(self.directory.fd, name, "r", path=self.directory.join(name))
-        except TransferError:
-            return None
+"""Most files that are open."""
 
 
 class Watcher(Protocol):
@@ -348,16 +288,10 @@ class Watcher(Protocol):
         """Note that the bytes before ``end`` of a file, by its number, are not read any more."""
 
 
-class _NoWatcher:
-    def begins(self, window: TransferWindow[Any]) -> None:
-        pass
-
-    def released(self, file: int, end: int) -> None:
-        pass
-
-
 class FilesWriter:
-    """Writes data files into a directory. Not thread-safe; ``abandon`` it if anything raises.
+    """Writes data files into a directory. Not thread-safe.
+
+    As a context manager it cancels what is in flight if the block raises.
 
     Attributes:
         entries: Entries of the files, complete after ``finish``.
@@ -371,7 +305,7 @@ class FilesWriter:
         directory: Directory,
         buffers: Buffers,
         *,
-        base: Base | None = None,
+        base: OpenCheckpoint | None = None,
         watcher: Watcher | None = None,
         spare: Collection[str] = (),
     ) -> None:
@@ -380,7 +314,7 @@ class FilesWriter:
         Args:
             disk: Changes the directory.
             directory: The directory.
-            buffers: Memory for blocks, which have the length of the checkpoint's blocks.
+            buffers: Memory for blocks of the checkpoint's length; this closes it.
             base: An earlier checkpoint.
             watcher: Observer of the writes.
             spare: Names of files in the directory that may be overwritten.
@@ -391,33 +325,58 @@ class FilesWriter:
         self._reused = set[str]()
         self._disk = disk
         self._directory = directory
-        self._out = BlockWrites(buffers)
+        self._out = BlockWrites(buffers, disk.finish)
         self._base = base
-        self._watcher: Watcher = _NoWatcher() if watcher is None else watcher
-        self._watcher.begins(self._out)
-        self._open: list[_OpenFile] = []
+        self._watcher = watcher
+        if watcher is not None:
+            watcher.begins(self._out)
+        self._open: list[OutputFile] = []
         self._early: dict[str, DirectFile] = {}
 
-    def expect(self, name: str, nbytes: int) -> None:
-        """Create a file early, while nothing is in flight: a journal is slow beside many writes.
+    def __enter__(self) -> FilesWriter:
+        return self
 
-        Raises TransferError, or NoSpaceError.
-        """
-        if self._base is None and len(self._early) < _MOST_OPEN:
-            self._early[name] = self._create(name, nbytes)
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._abandon()
+        finally:
+            self._out.buffers.close()
 
-    def add(self, name: str, nbytes: int, regions: Regions) -> FileEntry:
-        """Write a file; it is on the device only after ``finish``.
+    def write_all(
+        self,
+        prepared: Prepared,
+        regions: Sequence[Regions],
+        encoder: Encoder | None = None,
+    ) -> list[TensorEntry]:
+        """Write all files of a state; they are on the device only after ``finish``.
 
         Args:
-            name: Name of the file.
-            nbytes: Its length.
-            regions: Its contents, without a gap.
+            prepared: The state.
+            regions: Contents of each file, without a codec.
+            encoder: Makes frames of tensors.
+
+        Returns:
+            Entries of the tensors.
 
         Raises:
-            TransferError: It cannot be created or written.
+            TransferError: A file cannot be created or written.
             CheckpointError: A tensor was changed meanwhile.
         """
+        entries = list(prepared.entries)
+        if encoder is None and self._base is None:
+            for plan in prepared.plans[:_MOST_OPEN]:  # now: a journal is slow beside many writes
+                self._early[plan.name] = self._create(plan.name, plan.nbytes)
+        for plan, each in zip(prepared.plans, regions, strict=True):
+            if encoder is None:
+                self._add(plan.name, plan.nbytes, each)
+                continue
+            body = EncodedBody(plan, entries, each, encoder)
+            self._add_encoded(plan.name, plan.nbytes, body)
+            for index, entry in body.entries.items():
+                entries[index] = entry
+        return entries
+
+    def _add(self, name: str, nbytes: int, regions: Regions) -> None:
         base = self._base_entry(name)
         if base is not None and base.nbytes != nbytes:
             base = None
@@ -441,7 +400,7 @@ class FilesWriter:
         def make(compared: int) -> None:
             """Make the file, and write the blocks that were compared, unless it shares them."""
             blocks.file = self.make(name, nbytes)
-            blocks.shares_base = self._clone(name, nbytes, blocks.file)
+            blocks.shares_base = self._clone(base, blocks.file.file)
             for index in () if blocks.shares_base else range(compared):
                 put(index)
 
@@ -450,82 +409,78 @@ class FilesWriter:
                 make(index)
                 put(index)
             if blocks.file is not None:
-                self._watcher.released(number, min(begin + blocks.block_bytes, nbytes))
-        if blocks.file is None and not self.link(name, nbytes):
+                self._released(number, min(begin + blocks.block_bytes, nbytes))
+        if blocks.file is None and not self.link(name):
             make(len(blocks))
-        self._watcher.released(number, nbytes)
-        return self._added(FileEntry(name=name, nbytes=nbytes, sums=blocks.sums), blocks)
+        self._released(number, nbytes)
+        self._added(FileEntry(name=name, nbytes=nbytes, sums=blocks.sums), blocks)
 
-    def add_encoded(self, name: str, plain_bytes: int, body: EncodedBody) -> FileEntry:
-        """Write a file with encoded tensors, as ``add``.
-
-        Args:
-            name: Name of the file.
-            plain_bytes: Its length without a codec.
-            body: Its content.
-        """
+    def _add_encoded(self, name: str, plain_bytes: int, body: EncodedBody) -> None:
+        """Write a file with encoded tensors, which without a codec has ``plain_bytes``."""
         base, number = self._base_entry(name), len(self.entries)
-        if base is not None and agrees(body, self._out, base) and self.link(name, base.nbytes):
-            self._watcher.released(number, plain_bytes)
-            return self._added(base)
+        if base is not None and agrees(body, self._out, base) and self.link(name):
+            self._released(number, plain_bytes)
+            self._added(base)
+            return
         blocks = _StreamedBlocks(self._out, name, None, body.header_bytes)
         blocks.file = self.make(name, body.most_bytes)
         try:
-            for span in body.spans():
-                blocks.append(span.address, span.nbytes)
-                self._watcher.released(number, span.read_end)
+            for piece, read_end in body.pieces():
+                blocks.append(piece)
+                self._released(number, read_end)
             blocks.end(body.header())
         finally:
             blocks.close()
-        self._open[-1].nbytes = blocks.nbytes
-        self._watcher.released(number, plain_bytes)
-        entry = FileEntry(name=name, nbytes=blocks.nbytes, sums=blocks.sums)
-        return self._added(entry, blocks)
+        blocks.file.nbytes = blocks.nbytes
+        self._released(number, plain_bytes)
+        self._added(FileEntry(name=name, nbytes=blocks.nbytes, sums=blocks.sums), blocks)
 
-    def make(self, name: str, nbytes: int) -> DirectFile:
+    def make(self, name: str, nbytes: int) -> OutputFile:
         """Return a new file, a spare one, or the one that was created early. Raises TransferError."""
         early = self._early.pop(name, None)
         file = self._create(name, nbytes) if early is None else early
-        self._open.append(_OpenFile(file, nbytes))
-        return file
+        self._open.append(OutputFile(file, nbytes))
+        return self._open[-1]
 
-    def link(self, name: str, nbytes: int) -> bool:
-        """Link the base's file of that name and length; return False if that is not possible."""
+    def link(self, name: str) -> bool:
+        """Link the base's file of that name; return False if that is not possible."""
         assert self._base is not None
-        source = self._base.file(name)
-        if source is None:
-            return False
-        is_whole = source.size_bytes == nbytes
-        source.close()
-        return is_whole and self._disk.link(self._base.directory, self._directory, name)
+        return self._disk.link(self._base.directory, self._directory, name)
 
-    def finish(self, also: Callable[[], None] | None = None) -> None:
+    def finish(self, *also: Callable[[], None]) -> None:
         """Wait until all files are on the device. Raises TransferError.
 
         Args:
-            also: Another wait, which runs beside those for the files, in a thread of its own: a journal
-                and a device's cache are then flushed once, and not for each.
+            also: Other waits, each of which runs in a thread beside those for the files: a journal and a
+                device's cache are then flushed once for several.
         """
-        self._out.finish()
-        waits: list[Callable[[], None]] = [
-            partial(self._disk.finish, each.file, each.nbytes) for each in self._open
-        ]
-        if also is not None:
-            waits.append(also)
-        all_at_once("penstock-sync", waits)
-        while self._open:
-            self._open.pop().file.close()
+        begun = [in_thread("penstock-sync", each) for each in also]
+        try:
+            self._out.finish()
+            while self._open:
+                self._out.wait_for(self._open[0])
+                self._open.pop(0)
+        finally:
+            wait(begun)
+        for each in begun:
+            each.result()
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Cancel what is in flight and close all files, whatever is in them. Idempotent."""
         self._out.cancel()
+        wait([each.synced for each in self._open if each.synced is not None])
         while self._open:
             self._open.pop().file.close()
         while self._early:
             self._early.popitem()[1].close()
 
+    def _released(self, file: int, end: int) -> None:
+        if self._watcher is not None:
+            self._watcher.released(file, end)
+
     def _base_entry(self, name: str) -> FileEntry | None:
-        return None if self._base is None else self._base.entry(name)
+        files = () if self._base is None else self._base.manifest.files
+        return next((each for each in files if each.name == name), None)
 
     def _create(self, name: str, nbytes: int) -> DirectFile:
         file = self._disk.reuse(self._directory, name, nbytes) if name in self._spare else None
@@ -534,37 +489,24 @@ class FilesWriter:
         self._reused.add(name)
         return file
 
-    def _clone(self, name: str, nbytes: int, file: DirectFile) -> bool:
+    def _clone(self, base: FileEntry | None, file: DirectFile) -> bool:
         """Share the data of the base's file with a file; return False where that is not possible."""
-        source = None if self._base is None else self._base.file(name)
-        if source is None:
+        if self._base is None or base is None:
             return False
         try:
-            return source.size_bytes == nbytes and self._disk.clone(source, file)
-        finally:
-            source.close()
+            source = self._base.file(self._base.manifest.files.index(base))
+        except PenstockError:
+            return False
+        return self._disk.clone(source, file)
 
-    def _added(self, entry: FileEntry, blocks: FileBlocks | None = None) -> FileEntry:
+    def _added(self, entry: FileEntry, blocks: FileBlocks | None = None) -> None:
         self.entries.append(entry)
-        if blocks is not None:
-            self.written_bytes += blocks.written_bytes
         if entry.name in self._reused:
             self.reused_bytes += entry.nbytes
+        if blocks is not None:
+            self.written_bytes += blocks.written_bytes
+            if blocks.file is not None:
+                self._out.end(blocks.file)
         while len(self._open) > _MOST_OPEN:
-            self._finish_oldest()
-        return entry
-
-    def _finish_oldest(self) -> None:
-        oldest = self._open[0]
-        self._out.finish()
-        self._disk.finish(oldest.file, oldest.nbytes)
-        oldest.file.close()
-        self._open.pop(0)
-
-
-@dataclass(slots=True, eq=False)
-class _OpenFile:
-    """A file that is being written, and its length when all its blocks are written."""
-
-    file: DirectFile
-    nbytes: int
+            self._out.wait_for(self._open[0])
+            self._open.pop(0)

@@ -30,6 +30,12 @@ _COMMANDS: Final = {
     "report": "show the summary of a run, with the prediction for it",
     "doctor": "check this machine and its settings, and say what to improve",
 }
+_WINGS: Final = {
+    "characterize": "penstock.lab.cli.characterize",
+    "jobs": "penstock.jobs.cli",
+    "ssd": "penstock.lab.cli.ssd",
+}
+"""Modules of the commands that are not in this package."""
 _EXAMPLES: Final = """\
 examples:
   penstock doctor --dir /nvme/spill
@@ -57,10 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _take_standard_descriptors()
     known = _parser().parse_args(argv)
-    command: Command = importlib.import_module(f"penstock.cli.{known.command}")
-    options = command.parser().parse_args(known.rest)
+    options = module_of(known.command).parser().parse_args(known.rest)
     try:
-        outcome = command.execute(options)
+        outcome = options.execute(options)
     except PenstockError as error:
         if options.debug:
             raise
@@ -71,7 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED_CODE
     except output.UnreadError:
         return _UNREAD
-    return outcome if isinstance(outcome, int) else outcome()
+    code: int = outcome if isinstance(outcome, int) else outcome()
+    return code
+
+
+def module_of(name: str) -> Command:
+    """Import the module of a command."""
+    command: Command = importlib.import_module(_WINGS.get(name, f"penstock.cli.{name}"))
+    return command
 
 
 def _take_standard_descriptors() -> None:

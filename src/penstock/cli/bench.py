@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
@@ -17,10 +15,9 @@ from rich.text import Text
 
 from penstock.cli import bandwidth, bench_machine
 from penstock.cli.bandwidth import Measurement
-from penstock.cli.command import add_common, formatter, size
-from penstock.cli.output import say, show, write_json
-from penstock.cli.paths import file_to_write, spill_directory
-from penstock.core.errors import ConfigError
+from penstock.cli.command import add_command, new_parser, size
+from penstock.cli.output import print_result, say
+from penstock.cli.paths import file_to_write, spill_directory, write_file
 from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
 from penstock.plan.machine import Machine
 from penstock.report.table import Row, side_by_side
@@ -34,23 +31,21 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``penstock bench``."""
-    made = argparse.ArgumentParser(
-        prog="penstock bench",
-        description="Measure the bandwidth and the speed of this machine.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+    made = new_parser(
+        "bench",
+        "Measure the bandwidth and the speed of this machine.",
+        examples=_EXAMPLES,
     )
     what = made.add_subparsers(metavar="WHAT", required=True)
-    disk = what.add_parser(
+    disk = add_command(
+        what,
         "io",
-        help="measure read, overwrite and mixed bandwidth of directories",
+        "measure read, overwrite and mixed bandwidth of directories",
+        _execute_io,
         description="Measure read, overwrite and mixed bandwidth of Penstock's engine and, alternately,"
         " of plain\nsystem calls (threads with preadv and pwritev) on the same files and memory. The\n"
         "result is the ratio.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     disk.add_argument(
         "--dir", metavar="DIR", action="append", help="directory to measure; several are measured"
@@ -66,16 +61,8 @@ def parser() -> argparse.ArgumentParser:
     disk.add_argument(
         "--save", metavar="FILE", help="write the result to FILE, for penstock plan --machine"
     )
-    add_common(disk, json_help="print one JSON document on standard output")
-    disk.set_defaults(execute=_execute_io)
     bench_machine.add_parser(what)
     return made
-
-
-def execute(options: argparse.Namespace) -> int:
-    """Execute the chosen subcommand."""
-    code: int = options.execute(options)
-    return code
 
 
 def _execute_io(options: argparse.Namespace) -> int:
@@ -95,11 +82,8 @@ def _execute_io(options: argparse.Namespace) -> int:
         )
     machine = machine_of(measured)
     if options.save is not None:
-        _save(machine, options.save)
-    if options.json:
-        write_json(document(measured, machine), sys.stdout)
-    else:
-        show(table(measured), sys.stdout)
+        write_file(options.save, machine.to_json() + "\n", "--save")
+    print_result(options.json, lambda: document(measured, machine), lambda: table(measured))
     return 0
 
 
@@ -152,10 +136,3 @@ def _progress(text: str) -> Iterator[bandwidth.Progress]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(text, total=1.0)
         yield lambda share: bar.update(task, completed=share)
-
-
-def _save(machine: Machine, path: str) -> None:
-    try:
-        Path(path).write_text(machine.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--save: {path!r} cannot be written: {error.strerror}") from error

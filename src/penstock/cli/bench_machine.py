@@ -4,7 +4,7 @@ It measures:
 
 1. Flash, through Penstock's engine, with one file in the directory (:mod:`.bandwidth`).
 2. Copies to and from the host tier.
-3. The speed of the device (:mod:`.compute`).
+3. The speed of the device (:mod:`penstock.lab.compute`).
 4. The slowdown of training while a flash tier is written and read (interference), and the tier's speed
    then: on a CPU both compete for memory and cores. If the tier is slower than alone, the lower bandwidth
    goes into the machine file, because plans move data while the device computes.
@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from penstock.cli import bandwidth
 from penstock.cli.bandwidth import Measurement
-from penstock.cli.command import add_common, formatter
+from penstock.cli.command import add_command
 from penstock.cli.machine_file import answer
 from penstock.cli.output import say
 from penstock.cli.paths import file_to_write, spill_directory
@@ -60,14 +60,14 @@ examples:
 
 def add_parser(what: Any) -> None:
     """Add ``machine`` to the subcommands of ``penstock bench``."""
-    made = what.add_parser(
+    made = add_command(
+        what,
         "machine",
-        help="measure all that plans need of this machine; prints a machine file",
+        "measure all that plans need of this machine; prints a machine file",
+        execute,
         description="Measure flash, host copies, arithmetic, memory, launches, and the slowdown of"
         " computing\nduring flash transfers; takes less than a minute. Prints a machine file (TOML).",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     made.add_argument(
         "--flash",
@@ -80,8 +80,6 @@ def add_parser(what: Any) -> None:
         "--seconds", metavar="N", type=float, default=10.0,
         help="how long to measure flash alone, and again while computing (default: 10)",
     )  # fmt: skip
-    add_common(made, json_help="print one JSON document on standard output")
-    made.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -101,7 +99,7 @@ def execute(options: argparse.Namespace) -> int:
 
 def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
     """Measure everything, with progress and results on standard error."""
-    compute = importlib.import_module("penstock.cli.compute")  # loads torch, unlike the rest
+    compute = importlib.import_module("penstock.lab.compute")  # loads torch, unlike the rest
     device = compute.device()
     with _reported(f"flash in {directory}") as results:
         flash = bandwidth.measure([directory], file_bytes=file_bytes, seconds=seconds)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from rich import box
-from rich.console import RenderableType
-from rich.table import Table
-
-from penstock.checkpoint.api import CheckpointStore
+from penstock.checkpoint.api import verify
 from penstock.checkpoint.listing import listing, spare_bytes, steps_in
 from penstock.checkpoint.manifest import FILE_NAME, VERSION
 from penstock.checkpoint.reader import OpenCheckpoint
-from penstock.cli.command import add_common, formatter
+from penstock.cli.command import add_command, new_parser
 from penstock.cli.output import show, write_json, write_text
 from penstock.core.errors import CheckpointError
 from penstock.core.files import given_path
 from penstock.core.units import format_bytes
+from penstock.observe.summary_text import text_table
 
 _EXAMPLES: Final = """\
 examples:
@@ -31,7 +27,6 @@ examples:
   penstock checkpoint verify runs/bert/step-000000000300 --json
 
 The exit code is 0 if all checkpoints are intact, otherwise 1."""
-_JSON: Final = "print one JSON document on standard output"
 _THERE: Final = "present, not verified"
 _YEAR_10000: Final = 253402300800
 """Unix time in seconds from which on times are not shown, as a clock or manifest must be wrong."""
@@ -39,12 +34,10 @@ _YEAR_10000: Final = 253402300800
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``penstock checkpoint``."""
-    made = argparse.ArgumentParser(
-        prog="penstock checkpoint",
-        description="List checkpoints, show the contents of one, verify it.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+    made = new_parser(
+        "checkpoint",
+        "List checkpoints, show the contents of one, verify it.",
+        examples=_EXAMPLES,
     )
     what = made.add_subparsers(metavar="WHAT", required=True)
     kinds = {
@@ -53,24 +46,14 @@ def parser() -> argparse.ArgumentParser:
         "verify": ("PATH", "read all of a checkpoint and compare its checksums", _verify),
     }
     for name, (operand, text, execute_it) in kinds.items():
-        each = what.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
-        )
+        each = add_command(what, name, text, execute_it)
         each.add_argument(
             "path",
             metavar=operand,
             nargs="+" if name == "verify" else None,
             help="directory of the checkpoints" if name == "list" else "directory of a checkpoint",
         )
-        add_common(each, json_help=_JSON)
-        each.set_defaults(execute=execute_it)
     return made
-
-
-def execute(options: argparse.Namespace) -> int:
-    """Execute the chosen subcommand."""
-    code: int = options.execute(options)
-    return code
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -93,7 +76,7 @@ def _list(options: argparse.Namespace) -> int:
         ]
         if spare:
             rows.append(("", format_bytes(spare), "", "spare: the next save overwrites it"))
-        show(_table(("step", "size", "saved", "state"), rows), sys.stdout)
+        show(text_table(("step", "size", "saved", "state"), rows), sys.stdout)
     return 0 if all(each.ok for each in found) else 1
 
 
@@ -135,7 +118,7 @@ def _info(options: argparse.Namespace) -> int:
     nbytes = format_bytes(sum(part.nbytes for part in parts.values()))
     total = str(len(manifest.tensors)), nbytes, format_bytes(manifest.nbytes), ""
     rows.append(("all, with headers", *total))
-    show(_table(("part", "tensors", "size", "in the files", "codec"), rows), sys.stdout)
+    show(text_table(("part", "tensors", "size", "in the files", "codec"), rows), sys.stdout)
     return 0
 
 
@@ -164,7 +147,7 @@ def _check_is_one(path: str) -> None:
 def _verify(options: argparse.Namespace) -> int:
     for path in options.path:
         _check_is_one(path)
-    found = [CheckpointStore().verify(path) for path in options.path]
+    found = [verify(path) for path in options.path]
     if options.json:
         write_json(
             {"schema": 1, "checkpoints": [{**asdict(each), "ok": each.ok} for each in found]},
@@ -175,17 +158,8 @@ def _verify(options: argparse.Namespace) -> int:
             (each.path, format_bytes(each.nbytes), "intact" if each.ok else "\n".join(each.damage))
             for each in found
         ]
-        show(_table(("checkpoint", "size", "state"), rows), sys.stdout)
+        show(text_table(("checkpoint", "size", "state"), rows), sys.stdout)
     return 0 if all(each.ok for each in found) else 1
-
-
-def _table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> RenderableType:
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in names:
-        made.add_column(name, overflow="fold")
-    for row in rows:
-        made.add_row(*row)
-    return made
 
 
 def _when(facts: Any) -> str:

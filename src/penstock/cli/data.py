@@ -6,7 +6,7 @@ import argparse
 from typing import Final
 
 from penstock.cli import data_bench, data_files
-from penstock.cli.command import formatter
+from penstock.cli.command import new_parser
 
 _EXAMPLES: Final = """\
 examples:
@@ -19,20 +19,12 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``penstock data``."""
-    made = argparse.ArgumentParser(
-        prog="penstock data",
-        description="Describe, verify, pack and measure data sets that stay on flash.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+    made = new_parser(
+        "data",
+        "Describe, verify, pack and measure data sets that stay on flash.",
+        examples=_EXAMPLES,
     )
     what = made.add_subparsers(metavar="WHAT", required=True)
     data_files.add_parsers(what)
     data_bench.add_parser(what)
     return made
-
-
-def execute(options: argparse.Namespace) -> int:
-    """Execute the chosen subcommand."""
-    code: int = options.execute(options)
-    return code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -13,9 +12,9 @@ import numpy as np
 from rich.console import RenderableType
 
 from penstock import __version__
-from penstock.cli.command import add_common, formatter, size
+from penstock.cli.command import add_command, size
 from penstock.cli.data_files import add_data_options, open_data_set
-from penstock.cli.output import show, write_json
+from penstock.cli.output import print_result
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
 from penstock.data.assemble import Assembler
@@ -53,13 +52,13 @@ class Speed:
 
 def add_parser(what: Any) -> None:
     """Add ``bench`` to the subcommands of ``penstock data``."""
-    made = what.add_parser(
+    made = add_command(
+        what,
         "bench",
-        help="measure how fast a data set is read, in each order",
+        "measure how fast a data set is read, in each order",
+        _execute,
         description="Read a data set in each order for some seconds, as in training, and compare the"
         " speed\nwith that of the I/O engine alone.",
-        formatter_class=formatter,
-        allow_abbrev=False,
     )
     add_data_options(made)
     made.add_argument(
@@ -86,8 +85,6 @@ def add_parser(what: Any) -> None:
     made.add_argument(
         "--decode", action="store_true", help="decode samples (default: only copy their bytes)"
     )
-    add_common(made, json_help="print one JSON document on standard output")
-    made.set_defaults(execute=_execute)
 
 
 def _execute(options: argparse.Namespace) -> int:
@@ -99,20 +96,18 @@ def _execute(options: argparse.Namespace) -> int:
         measure(opened, kind, options.batch, memory, options.seconds, decode=options.decode)
         for kind in ORDERS
     ]
-    if options.json:
-        write_json(
-            {
-                "schema": 1,
-                "penstock": __version__,
-                "path": opened.root,
-                "batch": options.batch,
-                "memory_bytes": memory,
-                "orders": [asdict(speed) for speed in speeds],
-            },
-            sys.stdout,
-        )
-    else:
-        show(_text(opened, speeds), sys.stdout)
+    print_result(
+        options.json,
+        lambda: {
+            "schema": 1,
+            "penstock": __version__,
+            "path": opened.root,
+            "batch": options.batch,
+            "memory_bytes": memory,
+            "orders": [asdict(speed) for speed in speeds],
+        },
+        lambda: _text(opened, speeds),
+    )
     return 0
 
 
@@ -124,7 +119,7 @@ def measure(
     values = Assembler(opened.index, opened.root, how, collate=list)  # type: ignore[arg-type]
     waiting = 3 * lump_of(values, batch, memory) * batch * values.decoded_bytes()
     resources = LoaderResources(opened, memory, waiting_bytes=waiting)
-    room = resources.ring.limit_bytes
+    room = resources.memory.limit_bytes
     order = choose_order(kind, opened.index, room, seed=0, batch_size=batch, world=1)
     epoch = Epoch(order, opened.index.samples, 0)
     try:
@@ -168,10 +163,10 @@ def _loader(
 
 
 def _device(resources: LoaderResources, epoch: Epoch, seconds: float) -> float:
-    """Return the bytes of samples per second that the engine delivers to the ring."""
+    """Return the bytes of samples per second that the engine delivers to memory."""
     index = resources.reader.opened.index
     mean = max(1, index.data_bytes // index.samples)
-    room = resources.ring.limit_bytes // _IN_FLIGHT
+    room = resources.memory.limit_bytes // _IN_FLIGHT
     count = max(1, min(_GROUP_BYTES // mean, room // (mean + 8192)))
     if epoch.order.kind == "window":
         count = epoch.order.window_samples  # chosen so that two fit

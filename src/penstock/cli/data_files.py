@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock import __version__
-from penstock.cli.command import add_common, formatter
-from penstock.cli.output import say, show, write_json
+from penstock.cli.command import add_command, size
+from penstock.cli.output import print_result, say, show, write_json
 from penstock.core.errors import ConfigError
 from penstock.core.files import parse_json
 from penstock.core.units import format_bandwidth, format_bytes, parse_bytes
@@ -39,6 +39,7 @@ def add_parsers(what: Any) -> None:
     made.add_argument(
         "--align",
         metavar="SIZE",
+        type=size,
         help="bytes that records are aligned to (default: 4096, or 64 for small ones)",
     )
 
@@ -107,26 +108,15 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
 def _add(
     what: Any, name: str, text: str, execute: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    made: argparse.ArgumentParser = what.add_parser(
-        name,
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        formatter_class=formatter,
-        allow_abbrev=False,
-    )
+    made = add_command(what, name, text, execute)
     add_data_options(made)
-    add_common(made, json_help="print one JSON document on standard output")
-    made.set_defaults(execute=execute)
     return made
 
 
 def _info(options: argparse.Namespace) -> int:
     opened = open_data_set(options)
     facts = facts_of(opened)
-    if options.json:
-        write_json(facts, sys.stdout)
-    else:
-        show(_info_text(facts), sys.stdout)
+    print_result(options.json, lambda: facts, lambda: _info_text(facts))
     return 0
 
 
@@ -199,17 +189,13 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _pack(options: argparse.Namespace) -> int:
-    align = None if options.align is None else parse_bytes(_number(options.align), what="--align")
+    align = None if options.align is None else parse_bytes(options.align, what="--align")
     opened = open_data_set(options)
     with progress("pack") as tell:
         written = pack(opened, options.out, align_bytes=align, progress=tell)
     if options.json:
         write_json({"schema": 1, "penstock": __version__, **asdict(written)}, sys.stdout)
     else:
-        size = format_bytes(written.file_bytes)
-        show(Text(f"{written.records} records, {size}: {written.path}"), sys.stdout)
+        nbytes = format_bytes(written.file_bytes)
+        show(Text(f"{written.records} records, {nbytes}: {written.path}"), sys.stdout)
     return 0
-
-
-def _number(text: str) -> int | str:
-    return int(text) if text.isascii() and text.isdigit() else text

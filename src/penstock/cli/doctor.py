@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from penstock import __version__
 from penstock.cli.checks import CheckStatus, DoctorCheck, all_checks
-from penstock.cli.command import add_common, formatter
-from penstock.cli.output import show, write_json
+from penstock.cli.command import new_parser
+from penstock.cli.output import print_result
 from penstock.core.files import given_paths
+from penstock.observe.summary_text import text_table
 
 _EXAMPLES: Final = """\
 examples:
@@ -30,12 +28,11 @@ _STYLES: Final = {CheckStatus.OK: "green", CheckStatus.WARN: "yellow", CheckStat
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``penstock doctor``."""
-    made = argparse.ArgumentParser(
-        prog="penstock doctor",
-        description="Check this machine and its settings, and say what to improve.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+    made = new_parser(
+        "doctor",
+        "Check this machine and its settings, and say what to improve.",
+        examples=_EXAMPLES,
+        execute=execute,
     )
     made.add_argument(
         "--dir",
@@ -43,17 +40,13 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         help="directory to offload to; repeat it for several (default: the current one)",
     )
-    add_common(made, json_help="print one JSON document on standard output")
     return made
 
 
 def execute(options: argparse.Namespace) -> int:
     """Run and print all checks; return 1 if one failed."""
     checks = all_checks(given_paths(options.dir or ["."], "--dir"))
-    if options.json:
-        write_json(document(checks), sys.stdout)
-    else:
-        show(table(checks), sys.stdout)
+    print_result(options.json, lambda: document(checks), lambda: table(checks))
     return 0 if passed(checks) else 1
 
 
@@ -74,16 +67,14 @@ def document(checks: Sequence[DoctorCheck]) -> dict[str, Any]:
 
 def table(checks: Sequence[DoctorCheck]) -> RenderableType:
     """Return a table with a line and advice for each check, and an overall verdict."""
-    lines = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    lines.add_column("", no_wrap=True)
-    lines.add_column("check", overflow="fold")
-    lines.add_column("found", overflow="fold")
+    rows = []
     for check in checks:
         found = Text(check.value)
         if check.advice:
             found.append(f"\n→ {check.advice}", style="italic")
-        verdict = Text(check.verdict, style=_STYLES[check.verdict])
-        lines.add_row(verdict, Text(check.name), found)
+        rows.append((Text(check.verdict, style=_STYLES[check.verdict]), check.name, found))
+    lines = text_table(("", "check", "found"), rows)
+    lines.columns[0].no_wrap = True
     return Group(lines, Text(), _conclusion(checks))
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from penstock.cli.output import write_json, write_text
-from penstock.core.errors import ConfigError
+from penstock.cli.paths import write_file
 from penstock.plan.machine import Machine
 
 
@@ -18,10 +17,7 @@ def answer(machine: Machine, *, output: str | None, as_json: bool) -> None:
         ConfigError: The file cannot be written.
     """
     if output is not None:
-        try:
-            Path(output).write_text(machine.to_toml(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--output: cannot write {output!r}: {error}") from error
+        write_file(output, machine.to_toml(), "--output")
     if as_json:
         write_json({"schema": 1, "machine": asdict(machine)}, sys.stdout)
     else:

@@ -19,7 +19,7 @@ _LAUNCHERS: Final = {
     "accelerate.commands.launch": _BY_ACCELERATE,
 }
 _SHARED: Final = frozenset(
-    {"channel", "config", "debug", "json", "module", "resume", "script", "trace"}
+    {"channel", "config", "debug", "execute", "json", "module", "resume", "script", "trace"}
 )
 """Options without a note: many scripts have options of these names, or they are internal."""
 

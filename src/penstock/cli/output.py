@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import sys
-from collections.abc import Iterator
-from typing import IO, Any
+from collections.abc import Callable, Iterator
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import NO_SPACE_ERRNOS, ConfigError, PenstockError
 from penstock.core.ranks import rank
 from penstock.observe.summary_text import to_text
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 class UnreadError(BrokenPipeError):
@@ -51,6 +55,16 @@ def show(renderable: RenderableType, file: IO[str] | None) -> None:
     else:
         name = getattr(file, "encoding", None) or "utf-8"
         write_text((to_text(renderable) + "\n").encode(name, "replace").decode(name), file)
+
+
+def print_result(
+    as_json: bool, document: Callable[[], dict[str, Any]], text: Callable[[], RenderableType]
+) -> None:
+    """Print a result on standard output: its document as JSON, or its text."""
+    if as_json:
+        write_json(document(), sys.stdout)
+    else:
+        show(text(), sys.stdout)
 
 
 def write_json(document: dict[str, Any], file: IO[str] | None) -> None:
@@ -97,3 +111,32 @@ def _redirect_to_null(file: IO[str]) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, file.fileno())
         os.close(nowhere)
+
+
+def drop_output_if_full() -> None:
+    """Keep ``print`` from failing in this process when the disk of its log is full."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.flush()
+            raw = _DroppingFile(stream.fileno(), "wb", closefd=False)
+            made = io.TextIOWrapper(
+                raw if stream.write_through else io.BufferedWriter(raw),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, made)
+
+
+class _DroppingFile(io.FileIO):
+    """File that drops output for which a full disk has no space."""
+
+    def write(self, data: ReadableBuffer, /) -> int | None:  # type: ignore[override]
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in NO_SPACE_ERRNOS:
+                raise
+            return memoryview(data).nbytes

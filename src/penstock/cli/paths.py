@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Final
 
 from penstock.core.errors import ConfigError, TransferError
@@ -37,6 +38,14 @@ def picture_to_write(name: str | os.PathLike[str], option: str) -> str:
     if os.path.splitext(path)[1] not in _PICTURES:
         raise ConfigError(f"{option}: {os.fspath(name)!r} does not end with .svg, .png or .pdf")
     return path
+
+
+def write_file(path: str, text: str, option: str) -> None:
+    """Write a text file. Raises ConfigError naming the option."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write {path!r}: {error.strerror}") from error
 
 
 def file_to_write(name: str | os.PathLike[str], option: str) -> str:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock import __version__
-from penstock.cli.command import add_common, formatter, size
-from penstock.cli.output import say, show, write_json
+from penstock.cli.command import new_parser, size
+from penstock.cli.output import print_result, say
+from penstock.cli.paths import write_file
 from penstock.cli.plan_network import OPTIMIZER_COPIES
 from penstock.cli.plan_request import ALL, PlanRequest, check
-from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, format_bytes, format_duration
 from penstock.plan import Machine, policies
 from penstock.plan.plan import INFEASIBLE
@@ -39,14 +37,13 @@ does. Sizes have a unit: GB is 10^9 bytes, GiB is 2^30."""
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of ``penstock plan``."""
-    made = argparse.ArgumentParser(
-        prog="penstock plan",
-        usage="penstock plan NETWORK --batch N --machine MACHINE [options]",
-        description="Predict, before a step is run, if training fits in memory, how long a step takes,"
+    made = new_parser(
+        "plan",
+        "Predict, before a step is run, if training fits in memory, how long a step takes,"
         "\nand what goes where.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
+        usage="penstock plan NETWORK --batch N --machine MACHINE [options]",
+        execute=execute,
     )
     made.add_argument(
         "network", metavar="NETWORK", help="a network of the zoo, such as resnet50; your own function,"
@@ -95,7 +92,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--save-plan", metavar="FILE.json", help="write the plan; with --policy all, the best"
     )
-    add_common(made, json_help="print one JSON document on standard output")
     return made
 
 
@@ -116,11 +112,12 @@ def execute(options: argparse.Namespace) -> int:
     if options.plot is not None:
         plot_plan(best, options.plot, title=_title(request, best))
     if options.save_plan is not None:
-        _save(best, options.save_plan)
-    if options.json:
-        write_json(document(request, outcomes, largest), sys.stdout)
-    else:
-        show(text(request, outcomes, largest, verbose=options.verbose), sys.stdout)
+        write_file(options.save_plan, best.plan.to_json() + "\n", "--save-plan")
+    print_result(
+        options.json,
+        lambda: document(request, outcomes, largest),
+        lambda: text(request, outcomes, largest, verbose=options.verbose),
+    )
     if not best.fits:
         say(f"error: {_why_not(outcomes)}")
     return 0 if best.fits else 1
@@ -132,13 +129,6 @@ def _largest(request: PlanRequest) -> dict[str, LargestFit]:
         return {}
     order = sorted(request.policies, key=lambda name: name == "auto")
     return {name: request.search.of(name) for name in order}
-
-
-def _save(one: PolicyOutcome, path: str) -> None:
-    try:
-        Path(path).write_text(one.plan.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--save-plan: cannot write {path!r}: {error.strerror}") from error
 
 
 def _why_not(outcomes: Sequence[PolicyOutcome]) -> str:

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from penstock.core.errors import PlanError
 from penstock.plan import policies
-from penstock.plan.check import peak_bytes
 from penstock.plan.machine import Budgets, Machine
+from penstock.plan.min_budget import hard_bytes
 from penstock.plan.profile import Profile
 from penstock.plan.replay import replay
 from penstock.report.plan_table import LargestFit
@@ -129,7 +129,7 @@ class LargestBatch:
         tight = Budgets(0, self._budgets.host_bytes, self._budgets.flash_bytes)
         # `auto` needs no more than offloading everything does, and that is computed faster
         ask = policies.get("all" if policy == "auto" else policy)
-        return peak_bytes(profile, ask(profile, self._machine, tight), self._machine)
+        return hard_bytes(profile, ask(profile, self._machine, tight), self._machine)
 
 
 def between(one: Profile, other: Profile, part: int, span: int) -> Profile:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock import __version__
-from penstock.cli.command import add_common, formatter
-from penstock.cli.output import say, show, write_json
+from penstock.cli.command import new_parser
+from penstock.cli.output import print_result, say
 from penstock.observe.summary_text import render
 from penstock.report.run_file import FinishedRun, read_run
 
@@ -26,19 +25,17 @@ The exit code is 0, or 1 for an incomplete log, or 2 for a file that is not of a
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``penstock report``."""
-    made = argparse.ArgumentParser(
-        prog="penstock report",
-        usage="penstock report RUN [--json]",
-        description="Print the summary of a run: memory, traffic by tier, stalls by cause, decisions of"
+    made = new_parser(
+        "report",
+        "Print the summary of a run: memory, traffic by tier, stalls by cause, decisions of"
         " the plan,\nand its prediction beside the measurement.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
+        usage="penstock report RUN [--json]",
+        execute=execute,
     )
     made.add_argument(
         "run", metavar="RUN", help="an event log, or what `penstock run --json` printed"
     )
-    add_common(made, json_help="print one JSON document on standard output")
     return made
 
 
@@ -49,10 +46,7 @@ def execute(options: argparse.Namespace) -> int:
         ConfigError: The file is not of a run, or of another version.
     """
     run = read_run(options.run)
-    if options.json:
-        write_json(document(run), sys.stdout)
-    else:
-        show(text(run), sys.stdout)
+    print_result(options.json, lambda: document(run), lambda: text(run))
     if run.complete:
         return 0
     say(

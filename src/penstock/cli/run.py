@@ -25,8 +25,15 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from penstock import __version__
 from penstock.cli import notes
-from penstock.cli.command import add_common, formatter, size
-from penstock.cli.output import report, say, show, write_json, write_json_line
+from penstock.cli.command import new_parser, size
+from penstock.cli.output import (
+    drop_output_if_full,
+    report,
+    say,
+    show,
+    write_json,
+    write_json_line,
+)
 from penstock.cli.paths import file_to_write, spill_directory
 from penstock.cli.script import Program, find, run_as_main
 from penstock.cli.torch_import import when_imported
@@ -37,7 +44,6 @@ from penstock.core.files import absolute_path
 from penstock.core.process import fork_guard
 from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import MIB
-from penstock.jobs.logs import drop_output_if_full
 from penstock.plan import policies
 from penstock.runtime.user_plan import SUFFIX, load_plan
 from penstock.swap.channel import JobEnd
@@ -90,14 +96,15 @@ _HUGE_PAGES: Final = "THP_MEM_ALLOC_ENABLE"
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``penstock run``."""
-    made = argparse.ArgumentParser(
-        prog="penstock run",
-        usage="penstock run [options] (script.py | -m module) [args ...]",
-        description="Run a script in this process, as `python script.py args` would, and keep the tensors"
+    made = new_parser(
+        "run",
+        "Run a script in this process, as `python script.py args` would, and keep the tensors"
         " that\nautograd saves within a memory budget. Prints a summary on standard error at the end.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
+        usage="penstock run [options] (script.py | -m module) [args ...]",
+        execute=execute,
+        json_help="print the summary as JSON on standard output; the script's output there goes to"
+        " standard error",
     )
     for name, metavar, text in _OPTIONS:
         made.add_argument(name, metavar=metavar, type=size, help=text)
@@ -167,11 +174,6 @@ def parser() -> argparse.ArgumentParser:
         help="number of files of the rotated log (default: 8)",
     )
     made.add_argument("--channel", help=argparse.SUPPRESS)  # of a manager of jobs
-    add_common(
-        made,
-        json_help="print the summary as JSON on standard output; the script's output there goes to"
-        " standard error",
-    )
     made.add_argument(
         "-m",
         dest="module",
@@ -310,6 +312,11 @@ class _RunLifecycle:
             return
         try:
             kept_bytes = None if self._trace is None else max(knobs.event_bytes(), _TRACE_BYTES)
+            # what the end of the run needs: code that is executed after Ctrl-C, as when a module is
+            # loaded, makes the interpreter exit with 1 in place of death by SIGINT
+            importlib.import_module("penstock.observe.summary")
+            if self._trace is not None:
+                importlib.import_module("penstock.report.trace")
             session = importlib.import_module("penstock.api").Session(
                 self._config, event_bytes=kept_bytes
             )
@@ -367,7 +374,7 @@ class _RunLifecycle:
         trace.write_trace(self._session.recorder, self._trace, about=about)
 
     def _report_summary(self) -> None:
-        if self._sleeper is not None and self._sleeper.asked:
+        if self._sleeper is not None and self._sleeper.signals.asked:
             say(
                 "warning: a signal asked the run to sleep, but it did not: it sleeps when the step() of a"
                 " torch optimizer ends, and none has ended since"

@@ -30,7 +30,8 @@ class OffloadConfig:
     where there is no GPU, host tier, staging, buffers of optimizers, gradients, checkpoints and data
     sets. ``"auto"`` and a share, as ``"60%"``, limit the *process*, with weights and all else that it
     holds: to the memory that is available to it, or to that share of the machine's, or of its control
-    group's if that is less; Penstock gets what the rest leaves. ``None``: no limit but those below."""
+    group's if that is less; processes that one launcher has started on the machine divide it. Penstock
+    gets what the rest leaves. ``None``: no limit but those below."""
 
     device_memory: int | str | None = None
     """Budget for saved tensors in device memory, per device. On a machine without a GPU the device is

@@ -218,8 +218,10 @@ def usable_memory(request: MemoryRequest, own: int, *, processes: int = 1) -> Us
     Args:
         request: A share, or ``"auto"``.
         own: Bytes that the process holds now.
-        processes: Processes like this one that share what is available, as those of a launcher.
+        processes: Processes like this one, as those of a launcher, which divide the share, or what is
+            available, between them.
     """
+    between = f", divided between {processes} processes" if processes > 1 else ""
     sizes = memory_sizes()
     total = sizes.get("MemTotal", 0) or physical_bytes()
     groups = cgroup_limits()
@@ -227,15 +229,17 @@ def usable_memory(request: MemoryRequest, own: int, *, processes: int = 1) -> Us
         tightest = min((each.nbytes for each in groups), default=total)
         of = "the machine's" if tightest >= total else "the cgroup's limit of"
         nbytes = min(total, tightest)
-        share = int(nbytes * request.share)
-        return UsableMemory(share, f"{request} of {of} {format_bytes(nbytes)}")
+        share = int(nbytes * request.share) // processes
+        return UsableMemory(share, f"{request} of {of} {format_bytes(nbytes)}{between}")
     available = sizes.get("MemAvailable", total - own)
-    found = UsableMemory(_with(own, available, processes), "the machine's available memory")
+    found = UsableMemory(
+        _with(own, available, processes), f"the machine's available memory{between}"
+    )
     for group in groups:
         nbytes = _with(own, group.nbytes - group.held_bytes, processes)
         if nbytes < found.nbytes:
             limit = format_bytes(group.nbytes)
-            found = UsableMemory(nbytes, f"what the cgroup's limit of {limit} leaves")
+            found = UsableMemory(nbytes, f"what the cgroup's limit of {limit} leaves{between}")
     return found
 
 

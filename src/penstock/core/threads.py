@@ -1,4 +1,4 @@
-"""Work in threads of its own, also while the interpreter ends.
+"""Work in a thread of its own, also while the interpreter ends.
 
 A pool of ``concurrent.futures`` takes nothing more once the main thread is done; but a save in the
 background is waited for then, and has still to wait for the device. From Python 3.12 on no thread can be
@@ -8,8 +8,8 @@ started then either: what is to be done in one is done at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 Made = TypeVar("Made")
@@ -40,15 +40,3 @@ def in_thread(name: str, work: Callable[[], Made]) -> Future[Made]:
     except RuntimeError:  # there are as many as there may be, or the program ends
         run()
     return future
-
-
-def all_at_once(name: str, work: Iterable[Callable[[], object]]) -> None:
-    """Do several things, each in a thread of its own, and wait for all. Raises what the first raises."""
-    begun: list[Future[object]] = []
-    try:
-        for each in work:
-            begun.append(in_thread(name, each))  # noqa: PERF401  (after Ctrl-C others are at work)
-    finally:
-        wait(begun)
-    for future in begun:
-        future.result()

@@ -1,7 +1,7 @@
 """Data sets that stay on flash: read as they are needed, in bounded memory, past the page cache.
 
 Read in this order: ``index`` (where samples lie) and ``formats``, ``build`` (an index is made once),
-``order`` (which sample when, and for whom), ``extents`` (what to read for some), ``reader`` on ``ring``
+``order`` (which sample when, and for whom), ``extents`` (what to read for some), ``reader`` on ``group``
 (samples to memory, as a ``group``), ``decode``, ``coded`` and ``assemble`` (to values), ``stream`` on
 ``depth`` (ahead of the training). These do without torch; ``dataset`` and ``loader`` are what its users
 meet.

@@ -22,7 +22,7 @@ from penstock.core.errors import (
 from penstock.core.files import absolute_path, given_path
 from penstock.data.cache import make_directory
 from penstock.data.files import FileTable, list_files
-from penstock.data.formats import FORMATS, Format, IndexingJob, Progress
+from penstock.data.formats import FORMATS, IndexingJob, Progress
 from penstock.data.index import Index
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -69,13 +69,14 @@ def open_index(
         TransferError: Something cannot be read.
     """
     root, names, listed = _names(paths)
-    found = _format(format_name, root, names)
+    chosen_name = _format(format_name, root, names)
+    found = FORMATS[chosen_name]
     if listed:
         names = [name for name in names if found.accept(os.path.basename(name))]
     if not names:
-        raise DatasetError(f"{root!r} has no file of the format {found.name}")
-    chosen = _options(found, options or {})
-    path = _index_path(index_dir, root, None if listed else names, found.name, chosen)
+        raise DatasetError(f"{root!r} has no file of the format {chosen_name}")
+    chosen = _options(chosen_name, options or {})
+    path = _index_path(index_dir, root, None if listed else names, chosen_name, chosen)
     kept, doubt = (None, "") if rebuild else _kept(path)
     if kept is not None:
         kept.files.check(root, names if listed else None)
@@ -90,7 +91,7 @@ def open_index(
         raise
     except Exception as error:  # there is no list of what other packages raise about damaged files
         raise DatasetError(
-            f"{root!r} cannot be indexed as {found.name}; it is damaged, or of another format:"
+            f"{root!r} cannot be indexed as {chosen_name}; it is damaged, or of another format:"
             f" {type(error).__name__}: {error}"
         ) from error
     index.check_within()
@@ -131,26 +132,28 @@ def _names(paths: Paths) -> tuple[str, list[str], bool]:
     return root, [os.path.relpath(each, root) for each in files], False
 
 
-def _format(name: str | None, root: str, names: Sequence[str]) -> Format:
+def _format(name: str | None, root: str, names: Sequence[str]) -> str:
+    """Return the name of the format."""
     if name is not None:
         if name not in FORMATS:
             raise ConfigError(f"format {name!r} is none of {', '.join(FORMATS)}")
-        return FORMATS[name]
-    for found in FORMATS.values():
+        return name
+    for known, found in FORMATS.items():
         if any(found.accept(os.path.basename(each)) for each in names):
-            return found
+            return known
     raise DatasetError(
         f"the format of {root!r} ({len(names)} files) cannot be told by their names; name it, one of"
         f" {', '.join(FORMATS)}"
     )
 
 
-def _options(found: Format, given: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = sorted(set(given) - set(found.options))
+def _options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    options = FORMATS[name].options
+    unknown = sorted(set(given) - set(options))
     if unknown:
-        known = ", ".join(found.options) or "none"
-        raise ConfigError(f"the format {found.name} has no option {unknown[0]!r}; it has {known}")
-    return {**found.options, **given}
+        known = ", ".join(options) or "none"
+        raise ConfigError(f"the format {name} has no option {unknown[0]!r}; it has {known}")
+    return {**options, **given}
 
 
 def _index_path(

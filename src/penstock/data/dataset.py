@@ -20,7 +20,7 @@ from penstock.data.depth import Depth
 from penstock.data.formats import Progress
 from penstock.data.index import Index
 from penstock.data.order import Epoch, Order, Share, Tail
-from penstock.data.reader import Policy
+from penstock.data.reader import Policy, ReadCounts
 from penstock.data.resources import LoaderResources, choose_order
 from penstock.data.stream import Stream, Tally
 from penstock.data.values import to_torch
@@ -30,11 +30,10 @@ from penstock.io.engine import Engine
 class FlashDataset(torch_data.Dataset[Any]):
     """Samples of a data set that stays on flash, by number.
 
-    Read with O_DIRECT into a bounded ring; nothing stays in the page cache. Works under
-    ``torch.utils.data.DataLoader`` with any sampler, with workers that are forked or spawned: each makes
-    a
-    ring of its own, and together they hold ``memory``. :class:`FlashLoader` reads the same faster, ahead
-    and in an order that flash likes.
+    Read with O_DIRECT into bounded memory; nothing stays in the page cache. Works under
+    ``torch.utils.data.DataLoader`` with any sampler, with workers that are forked or spawned, which
+    together hold ``memory``. :class:`FlashLoader` reads the same faster, ahead and in an order that flash
+    likes.
 
     Attributes:
         index: Where the samples are.
@@ -163,7 +162,9 @@ class FlashDataset(torch_data.Dataset[Any]):
             processes=processes,
         )
 
-    def resources(self, waiting_bytes: int = 0) -> LoaderResources:
+    def resources(
+        self, waiting_bytes: int = 0, counts: ReadCounts | None = None
+    ) -> LoaderResources:
         """Return the reader of this process. For the loaders."""
         info = torch_data.get_worker_info()
         return LoaderResources(
@@ -172,6 +173,7 @@ class FlashDataset(torch_data.Dataset[Any]):
             engine=self._engine if info is None else None,
             verify=self.verify,
             waiting_bytes=waiting_bytes,
+            counts=counts,
             sharers=1 if info is None else info.num_workers,
         )
 
@@ -253,17 +255,13 @@ class FlashIterable(torch_data.IterableDataset[Any]):
         rank, world = place_in_world(rank, world)
         self.share = Share(batch_size=batch_size, rank=rank, world=world, tail=tail)
         room = (dataset.memory_bytes // max(1, workers)) - dataset.index.nbytes
-        self.order = (
-            order
-            if isinstance(order, Order)
-            else choose_order(
-                order,
-                dataset.index,
-                room,
-                seed=seed,
-                batch_size=batch_size,
-                world=world * max(1, workers),
-            )
+        self.order = choose_order(
+            order,
+            dataset.index,
+            room,
+            seed=seed,
+            batch_size=batch_size,
+            world=world * max(1, workers),
         )
         self._where = torch.zeros(2, dtype=torch.int64)  # epoch, consumed; workers that stay see it
         self._where.share_memory_()  # type: ignore[no-untyped-call]

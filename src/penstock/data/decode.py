@@ -1,6 +1,6 @@
-"""From bytes in the ring to values: whole batches of arrays at once, or sample by sample.
+"""From bytes in the read memory to values: whole batches of arrays at once, or sample by sample.
 
-What is decoded is a copy, or something made from the bytes; or memory of the ring that was lent for it.
+A decoded value is a copy, something made from the bytes, or a block that was lent for it.
 
 [Note: copies and the lock]
     NumPy lets go of the interpreter's lock while it copies from one range to another, and not while it
@@ -104,7 +104,7 @@ class Column:
             found = whole.view(dtype).reshape(count, length)
         else:
             found = room(count * length * dtype.itemsize).view(dtype).reshape(count, length)
-            gather(group.ring.bytes, offsets, self.stored, found)
+            gather(group.memory.bytes, offsets, self.stored, found)
             self._checked(found)
         return found if self.shape is None else found.reshape(count, *self.shape)
 
@@ -159,7 +159,7 @@ def samples_of(index: Index, root: str, group: SampleGroup, rows: Sequence[int])
 
 def _view(group: SampleGroup, row: int, column: int) -> memoryview | None:
     start, nbytes = int(group.offset[row, column]), int(group.nbytes[row, column])
-    return None if nbytes < 0 else group.ring.bytes[start : start + nbytes].data
+    return None if nbytes < 0 else group.memory.bytes[start : start + nbytes].data
 
 
 # -- what "auto" and "raw" mean ----------------------------------------------------------------------

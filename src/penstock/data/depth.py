@@ -12,19 +12,20 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+_LEAST: Final = 2
+"""Fewest batches."""
 _LATEST: Final = 0.2
+"""Weight of the latest time in a running mean."""
 _LONG: Final = 128
-"""Steps without a wait, before less is tried."""
+"""Steps without a wait after which there is one batch less."""
 _NO_WAIT_SHARE: Final = 0.01
-"""Of a step: less is noise."""
+"""Shortest wait, as a part of a step, that is no noise."""
 
 
 @dataclass(slots=True)
 class Depth:
     """Batches to have under way or ready."""
 
-    least: int = 2
-    most: int = 1 << 30
     step_s: float = 0.0
     """Between two batches, without the wait for the second; a running mean."""
     lead_s: float = 0.0
@@ -37,18 +38,18 @@ class Depth:
 
     @property
     def batches(self) -> int:
-        """How many."""
-        return min(self.most, max(self.least, self._asked() + self.more))
+        """The number of batches."""
+        asked = 1 + math.ceil(self.lead_s / self.step_s) if self.step_s else _LEAST
+        return max(_LEAST, asked + self.more)
 
     def stepped(self, step_s: float, waited_s: float) -> None:
-        """A batch was taken, ``step_s`` after the one before it, of which ``waited_s`` waiting."""
+        """Note that a batch was taken ``step_s`` after the last, of which ``waited_s`` were waiting."""
         work = max(0.0, step_s - waited_s)
         self.step_s = _mean(self.step_s, work)
         if waited_s > max(_NO_WAIT_SHARE * work, 20e-6):
             self.waits += 1
             self._quiet = 0
-            if self.batches < self.most:
-                self.more += 1
+            self.more += 1
             return
         self._quiet += 1
         if self._quiet >= _LONG and self.more > 0:
@@ -56,13 +57,8 @@ class Depth:
             self._quiet = 0
 
     def arrived(self, lead_s: float) -> None:
-        """A group was ready so long after it was begun, with no time spent in line behind others."""
+        """Note the time from a group's beginning to its end, without that spent behind other groups."""
         self.lead_s = _mean(self.lead_s, lead_s)
-
-    def _asked(self) -> int:
-        if not self.step_s:
-            return self.least
-        return min(self.most, 1 + math.ceil(self.lead_s / self.step_s))
 
 
 def _mean(mean: float, latest: float) -> float:

@@ -41,7 +41,7 @@ class ReadPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that it takes of the ring."""
+        """Bytes that it takes of the read memory."""
         return int(self.nbytes.sum())
 
     def file_of(self, row: int) -> int:

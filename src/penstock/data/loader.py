@@ -15,7 +15,7 @@ from penstock.data.dataset import FlashDataset, _from_state, _state, place_in_wo
 from penstock.data.depth import Depth
 from penstock.data.order import BatchNumbers, Epoch, Order, Share, Tail
 from penstock.data.rates import rates_of
-from penstock.data.reader import ReadSoFar
+from penstock.data.reader import ReadCounts
 from penstock.data.resources import LoaderResources, choose_order, lends_mostly, lump_of
 from penstock.data.stream import Stream, Tally
 from penstock.data.values import current_cuda_device, nbytes_of, pinned, to_torch
@@ -108,27 +108,23 @@ class FlashLoader:
         self._waiting_bytes = 0
         self._session = session
         self._demand_bytes_per_s = demand
-        self._reads = ReadSoFar()
+        self._reads = ReadCounts()
         self._closed = False
         self._resources: LoaderResources | None = None
         resources = self._open_resources()
         self._batch_bytes = self._assembler.decoded_bytes() * batch_size
-        ring_bytes = resources.room_beside(self._batch_bytes * self._waiting)
+        room_bytes = resources.room_beside(self._batch_bytes * self._waiting)
         # ranks must agree: where there are several, the length of samples decides
         alone = order == "auto" and world == 1
         self.rates = rates_of(dataset.opened, resources.reader) if alone else None
-        self.order = (
-            order
-            if isinstance(order, Order)
-            else choose_order(
-                order,
-                dataset.index,
-                ring_bytes,
-                seed=seed,
-                batch_size=batch_size,
-                world=world,
-                rates=self.rates,
-            )
+        self.order = choose_order(
+            order,
+            dataset.index,
+            room_bytes,
+            seed=seed,
+            batch_size=batch_size,
+            world=world,
+            rates=self.rates,
         )
         self.epoch = 0
         self._consumed = 0
@@ -216,21 +212,20 @@ class FlashLoader:
         """The same in what is read of flash: blocks and gaps included; what was declared, at first."""
         if self._tally.batches < _SETTLED:
             return self._demand_bytes_per_s
-        reads = self._all_reads()
-        if not reads.wanted_bytes:
+        if not self._reads.wanted_bytes:
             return 0.0
-        return self.demand_bytes_per_s * reads.read_bytes / reads.wanted_bytes
+        return self.demand_bytes_per_s * self._reads.read_bytes / self._reads.wanted_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are held now, in index, ring, and batches that wait; 0 while it rests."""
+        """Bytes that are held now, in index, read memory, and batches that wait; 0 while it rests."""
         return self._resources.held_bytes if self._resources is not None else 0
 
     def stats(self) -> dict[str, Any]:
         """Return the totals so far, of this rank."""
         return {
             **asdict(self._tally),
-            "read_bytes": self._all_reads().read_bytes,
+            "read_bytes": self._reads.read_bytes,
             "held_bytes": self.held_bytes,
             "memory_bytes": self.dataset.memory_bytes,
             "demand_bytes_per_s": self.demand_bytes_per_s,
@@ -251,7 +246,6 @@ class FlashLoader:
         self._assembler.close()
         resources, self._resources = self._resources, None
         if resources is not None:
-            self._reads = self._reads.and_of(resources.reader)
             self._waiting_bytes = resources.waiting_bytes
             resources.close()
 
@@ -278,28 +272,24 @@ class FlashLoader:
         if self._closed:
             raise ClosedError("this loader is closed; make another")
         if self._resources is None:
-            self._resources = self.dataset.resources(self._waiting_bytes)
+            self._resources = self.dataset.resources(self._waiting_bytes, self._reads)
             self._assembler.room = self._resources.batch_room
         return self._resources
 
-    def _all_reads(self) -> ReadSoFar:
-        return (
-            self._reads if self._resources is None else self._reads.and_of(self._resources.reader)
-        )
-
     def _set_aside(self, batch_bytes: int) -> None:
-        """Have room for batches that wait beside the ring; where most are of it, for one that is not."""
+        """Reserve memory for batches that wait; for one lump of them if most are lent."""
         resources = self._open_resources()
-        self._lends = resources.reader.lends and not self._pin and self._lends_mostly(resources)
-        resources.set_aside(batch_bytes * (self._lump if self._lends else self._waiting))
-
-    def _lends_mostly(self, resources: LoaderResources) -> bool:
-        return lends_mostly(
-            *(self._assembler, self.dataset.index, self.order, self.share),
-            lump=self._lump,
-            waiting=self._waiting,
-            ring_bytes=resources.ring.limit_bytes,
+        self._lends = (
+            resources.reader.lends
+            and not self._pin
+            and lends_mostly(
+                *(self._assembler, self.dataset.index, self.order, self.share),
+                lump=self._lump,
+                waiting=self._waiting,
+                room_bytes=resources.memory.limit_bytes,
+            )
         )
+        resources.set_aside(batch_bytes * (self._lump if self._lends else self._waiting))
 
     def _begin(self) -> Stream:
         self._set_aside(self._batch_bytes)

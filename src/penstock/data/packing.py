@@ -143,6 +143,7 @@ def _facts(index: Index, align: int) -> dict[str, Any]:
 def _write_group(writer: _Writer, group: SampleGroup, tables: Tables, align: int) -> None:
     if group.bad:
         raise next(iter(group.bad.values()))
+    memory = group.memory.bytes
     for row, sample in enumerate(group.samples.tolist()):
         writer.align(align)
         tables.offsets[sample] = writer.at
@@ -152,7 +153,7 @@ def _write_group(writer: _Writer, group: SampleGroup, tables: Tables, align: int
             if nbytes < 0:
                 continue
             begin = int(group.offset[row, column])
-            data = group.ring.bytes[begin : begin + nbytes]
+            data = memory[begin : begin + nbytes]
             digest.update(data.data)
             writer.add(data)
             tables.lengths[sample, column] = nbytes

@@ -72,7 +72,7 @@ def rates_of(opened: Opened, reader: Reader) -> DatasetRates | None:
     if known is not None or opened.index.data_bytes < LEAST_BYTES or not reader.is_direct:
         return known
     samples, mean = opened.index.samples, max(1, opened.index.data_bytes // opened.index.samples)
-    room = min(_PROBE_BYTES, reader.ring.limit_bytes // 4)
+    room = min(_PROBE_BYTES, reader.memory.limit_bytes // 4)
     count = min(samples, _MOST_SAMPLES, room // (mean + 8192))
     if count < 2:
         return None
@@ -94,7 +94,7 @@ def _time(reader: Reader, samples: Numbers) -> float:
     plan = reader.plan(samples)
     started = time.perf_counter()
     pending = reader.start(plan)
-    assert pending is not None, "a quarter of the ring is enough"
+    assert pending is not None, "a quarter of the read memory is enough"
     pending.wait("skip").free()
     return time.perf_counter() - started
 

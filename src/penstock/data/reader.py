@@ -1,7 +1,7 @@
 """Samples to memory: where they lie becomes extents, extents become one batch of the engine's.
 
 1. :meth:`Reader.plan`: which extents (:mod:`.extents`): pure.
-2. :meth:`Reader.start`: memory of the ring is taken, and the reads begin; None if there is no room now.
+2. :meth:`Reader.start`: memory is taken, and the reads begin; None if there is no room now.
 3. :meth:`Pending.wait`: the samples have arrived; those that could not be read are in ``bad``.
 4. :meth:`SampleGroup.free`: whoever used the group has copied, or decoded, what it needs.
 """
@@ -21,9 +21,8 @@ from penstock.core.process import fork_guard
 from penstock.core.units import format_bytes, round_up
 from penstock.data.build import Opened
 from penstock.data.extents import GRANULE, ReadPlan, distinct, plan_of
-from penstock.data.group import SampleGroup
+from penstock.data.group import ReadBlock, ReadMemory, SampleGroup
 from penstock.data.permutation import Numbers
-from penstock.data.ring import ByteRing, Taken
 from penstock.io.engine import Engine, Priority, ReadBatch, Transfer
 from penstock.io.files import DirectFile, open_path
 from penstock.store import checksums
@@ -33,64 +32,61 @@ Policy = Literal["raise", "skip"]
 ENTRY_BYTES: Final = 1 << 20
 """Longer reads are cut: several at once fill the device's queue."""
 _SURCHARGE: Final = 1.1
-"""Head-room when more memory is advised: not all of it goes to the ring."""
+"""Head-room when more memory is advised: not all of it goes to the read memory."""
 _MOST_OPEN: Final = 256
-GROUP_PART: Final = 7
-"""Of the ring: a group that is asked for is no more, if one batch is not. A batch that is in use keeps
-its group, and others are to be read meanwhile."""
-LENT_PART: Final = 6
-"""Of larger groups nothing is lent: the same, with blocks and gaps."""
+GROUP_PART: Final = 6
+"""Groups that fit the read memory, unless one batch is longer: a batch in use keeps its group, and others
+are read meanwhile."""
+LENT_PART: Final = 5
+"""Groups, blocks and gaps included, that must fit for batches to be lent."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadSoFar:
-    """Bytes read, and bytes of them that were wanted, by readers that are closed."""
+@dataclass(slots=True)
+class ReadCounts:
+    """Totals of reads; they may outlive a reader."""
 
     read_bytes: int = 0
+    """Bytes that were read of the device."""
     wanted_bytes: int = 0
-
-    def and_of(self, reader: Reader) -> ReadSoFar:
-        """With what this one has read."""
-        return ReadSoFar(
-            self.read_bytes + reader.read_bytes, self.wanted_bytes + reader.wanted_bytes
-        )
+    """Bytes of samples among them: reads are of whole blocks, and gaps between neighbours are read."""
 
 
 class Reader:
-    """Reads samples of one data set into one ring. Thread-safe; not inherited by fork.
+    """Reads samples of one data set into one read memory. Thread-safe; not inherited by fork.
 
     Attributes:
         opened: The data set.
-        read_bytes: What was asked of the device.
-        wanted_bytes: What of that are samples: reads are of whole blocks, and neighbours' gaps are read.
+        counts: Totals of its reads.
         memory_bytes: What the user gave.
-        lends: Whether batches may be memory of the ring, until ``renew``.
+        lends: Whether batches may be memory of the read memory, until ``renew``.
     """
 
     def __init__(
         self,
         opened: Opened,
-        ring: ByteRing,
+        memory: ReadMemory,
         engine: Engine,
         *,
         verify: bool = True,
         priority: Priority = Priority.BACKGROUND,
         memory_bytes: int | None = None,
+        counts: ReadCounts | None = None,
     ) -> None:
         """Read by an engine, which is not closed here.
 
         Args:
             opened: The data set.
-            ring: Memory.
+            memory: Memory.
             engine: Moves bytes; may be shared with others, whose demands go first.
             verify: Compare checksums, where the format has them.
             priority: Of reads that nobody waits for yet.
-            memory_bytes: What the user gave, of which the ring is a part; for messages.
+            memory_bytes: What the user gave, of which the read memory is a part; for messages.
+            counts: Totals to add to; new ones if None.
         """
         self.opened = opened
-        self.ring = ring
-        self.read_bytes = self.wanted_bytes = 0
-        self.memory_bytes = ring.capacity_bytes if memory_bytes is None else memory_bytes
+        self.memory = memory
+        self.counts = ReadCounts() if counts is None else counts
+        self.memory_bytes = memory.limit_bytes if memory_bytes is None else memory_bytes
         self.lends = True
         self._engine = engine
         self._verify = verify and len(opened.index.sums) > 0
@@ -109,7 +105,7 @@ class Reader:
         return plan_of(self.opened.index, samples)
 
     def start(self, plan: ReadPlan) -> Pending | None:
-        """Begin to read; return None if the ring has no room now.
+        """Begin to read; return None if the read memory has no room now.
 
         Raises:
             BudgetError: It never will; names the longest sample, and the least that would do.
@@ -119,46 +115,41 @@ class Reader:
         if self._guard.in_child:
             raise self._guard.error("this reader", "make one here")
         with self._lock:
-            if plan.total_bytes > self.ring.limit_bytes:
+            if plan.total_bytes > self.memory.limit_bytes:
                 raise self.too_small(plan)
-            places = self.ring.take(plan.nbytes)
+            places = self.memory.take(plan.nbytes)
             if places is None:
-                if not self.ring.used_bytes:
+                if not self.memory.used_bytes:
                     raise self.too_small(plan)
                 return None
-            self.read_bytes += plan.total_bytes
-            self.wanted_bytes += int(np.maximum(plan.ranges.nbytes, 0).sum())
-        try:
-            return self._start(plan, *places)
-        except BaseException:
-            with self._lock:
-                self.ring.free(places[1])
-            raise
+            self.counts.read_bytes += plan.total_bytes
+            self.counts.wanted_bytes += int(np.maximum(plan.ranges.nbytes, 0).sum())
+        return self._start(plan, *places)
 
     def read(self, samples: Numbers, policy: Policy) -> SampleGroup:
         """Read samples and wait for them; raises as ``start`` and ``Pending.wait``."""
         pending = self.start(self.plan(samples))
-        assert pending is not None, "who reads one group at a time finds the ring empty"
+        assert pending is not None, "who reads one group at a time finds the read memory empty"
         return pending.wait(policy)
 
     def renew(self) -> None:
         """Leave lent memory to the batches that keep it, take new memory, and lend no more.
 
-        Nothing may be under way. See [Note: lent memory] of the ring.
+        Nothing may be under way. See [Note: lent memory].
         """
         with self._lock:
             self.lends = False
-            self.ring.renew()
+            self.memory.renew()
 
     def too_small(self, plan: ReadPlan) -> BudgetError:
         """Return the error to raise because these samples do not fit."""
         totals = np.maximum(plan.ranges.nbytes, 0).sum(axis=1)
         row = int(totals.argmax())
-        room, needed = self.ring.limit_bytes, plan.total_bytes
+        room, needed = self.memory.limit_bytes, plan.total_bytes
         slot = f"sample {int(plan.samples[row])}"
         if needed <= room:
             what = f"{slot} and others that are read with it"
-            return self.ring.account.refusal(needed, what, "make batches smaller")
+            return self.memory.account.refusal(needed, what, "make batches smaller")
         least = self.memory_bytes + round_up(int((needed - room) * _SURCHARGE), GRANULE)
         where = self._where(int(plan.samples[row]), int(plan.ranges.file[row]))
         return BudgetError(
@@ -175,28 +166,30 @@ class Reader:
         """Close the files. Nothing may be under way."""
         self._files.clear()
 
-    def _start(self, plan: ReadPlan, offsets: Numbers, taken: Taken) -> Pending:
+    def _start(self, plan: ReadPlan, offsets: Numbers, blocks: list[ReadBlock]) -> Pending:
         base = np.append(offsets - plan.begin, 0)  # the last: of a range without bytes
         group = SampleGroup(
             samples=plan.samples,
             offset=np.where(plan.extent < 0, 0, plan.ranges.offset + base[plan.extent]),
             nbytes=plan.ranges.nbytes,
             file=plan.ranges.file,
-            ring=self.ring,
-            taken=taken,
-            lock=self._lock,
+            memory=self.memory,
+            blocks=blocks,
             lends=self.lends
             and plan.apart
-            and plan.total_bytes <= self.ring.limit_bytes // LENT_PART,
+            and plan.total_bytes <= self.memory.limit_bytes // LENT_PART,
         )
         if not len(plan.nbytes):
             transfer = Transfer(0)
             transfer.settle()
             return Pending(self, plan, group, None, transfer)
-        batch = self._batch(plan.file, plan.begin, plan.nbytes, self.ring.address + offsets)
+        address = self.memory.arena.address + offsets
+        batch = self._batch(group, plan.file, plan.begin, plan.nbytes, address)
         return Pending(self, plan, group, batch, self._engine.submit_batch(batch))
 
-    def _batch(self, file: Numbers, begin: Numbers, nbytes: Numbers, address: Numbers) -> ReadBatch:
+    def _batch(
+        self, group: SampleGroup, file: Numbers, begin: Numbers, nbytes: Numbers, address: Numbers
+    ) -> ReadBatch:
         """Return the reads of some extents; long ones are cut into entries."""
         pieces = -(-nbytes // ENTRY_BYTES)
         of = np.repeat(np.arange(len(nbytes)), pieces)
@@ -212,7 +205,7 @@ class Reader:
             address=address[of] + skip,
             nbytes=length,
             least_bytes=np.clip(sizes - begin[of] - skip, 0, length),
-            keep_alive=self.ring,
+            keep_alive=tuple(group.blocks),
             priority=self._priority,
         )
 
@@ -239,7 +232,7 @@ class Reader:
         spans = [
             (int(batch.address[e]), int(batch.address[e] + batch.nbytes[e])) for e in batch.errors
         ]
-        begin = self.ring.address + group.offset
+        begin = self.memory.arena.address + group.offset
         for row in range(len(group.samples)):
             for column in np.flatnonzero(group.nbytes[row] > 0):
                 start = int(begin[row, column])
@@ -251,8 +244,9 @@ class Reader:
         offset, nbytes = int(plan.ranges.offset[row, column]), int(group.nbytes[row, column])
         begin = offset // GRANULE * GRANULE
         length = -(-(offset + nbytes) // GRANULE) * GRANULE - begin
-        address = self.ring.address + int(group.offset[row, column]) - (offset - begin)
-        batch = self._batch(*(np.array([n]) for n in (plan.file_of(row), begin, length, address)))
+        address = self.memory.arena.address + int(group.offset[row, column]) - (offset - begin)
+        places = (np.array([n]) for n in (plan.file_of(row), begin, length, address))
+        batch = self._batch(group, *places)
         self._engine.submit_batch(batch).wait()
         for error in batch.errors.values():
             where = self._where(int(plan.samples[row]), plan.file_of(row))
@@ -265,15 +259,16 @@ class Reader:
             return
         sums = self.opened.index.sums[group.samples]
         lengths = np.maximum(group.nbytes, 0).sum(axis=1)
-        first = np.where(group.nbytes > 0, group.offset, self.ring.capacity_bytes).min(axis=1)
-        starts = self.ring.address + first
+        absent = len(self.memory.bytes)
+        first = np.where(group.nbytes > 0, group.offset, absent).min(axis=1)
+        starts = self.memory.arena.address + first
         for row, (address, nbytes) in enumerate(
             zip(starts.tolist(), lengths.tolist(), strict=True)
         ):
             if row in group.bad or not nbytes:
                 continue
-            found = checksums.full(address, nbytes)
-            if found != int(sums[row]):
+            found = checksums.mismatch(("full", int(sums[row])), address, nbytes)
+            if found is not None:
                 where = self._where(int(group.samples[row]), int(group.file[row]))
                 group.bad[row] = ChecksumError(
                     f"{where}, {nbytes} bytes: their checksum is {found:#018x}, packed were"
@@ -334,8 +329,9 @@ class Pending:
 
     def _wait(self) -> None:
         self.transfer.wait()
-        if self._batch is not None and self._batch.errors:
-            self._reader._ask_again(self.plan, self._group, self._batch)
+        batch, self._batch = self._batch, None  # which keeps the group's blocks
+        if batch is not None and batch.errors:
+            self._reader._ask_again(self.plan, self._group, batch)
         self._reader._check_sums(self._group)
 
     def free(self) -> None:

@@ -1,4 +1,4 @@
-"""Resources for reading in one process: ring and reader, within the memory that the user gave.
+"""Resources for reading in one process: read memory and reader, within the memory that the user gave.
 
 [Note: batch memory]
     A batch that is new memory each time costs a fault for each of its pages; and where a virtual machine
@@ -21,12 +21,11 @@ from penstock.core.units import format_bytes, round_down
 from penstock.data.assemble import Assembler
 from penstock.data.build import Opened
 from penstock.data.extents import GRANULE, LONG_BYTES
-from penstock.data.group import ALIGNED_BYTES, LEAST_LENT_BYTES
+from penstock.data.group import ALIGNED_BYTES, LEAST_LENT_BYTES, ReadMemory
 from penstock.data.index import Index
-from penstock.data.order import Kind, Order, Share
+from penstock.data.order import Order, Share
 from penstock.data.rates import DatasetRates
-from penstock.data.reader import GROUP_PART, Reader
-from penstock.data.ring import ByteRing
+from penstock.data.reader import GROUP_PART, ReadCounts, Reader
 from penstock.io.engine import Engine
 from penstock.io.mapping import PAGE_BYTES
 from penstock.store.arena import Arena
@@ -35,7 +34,7 @@ from penstock.store.engine import shared_engine
 CHUNK_BYTES: Final = 128 << 10
 """Random reads of this length are about as fast as sequential ones."""
 _WINDOW_SHARE: Final = 0.45
-"""Of the ring: the next window arrives while one is used."""
+"""Of the read memory: the next window arrives while one is used."""
 LUMP_BYTES: Final = 1 << 20
 """Of small batches that are decoded together."""
 LEAST_REUSED_BYTES: Final = 1 << 20
@@ -55,8 +54,8 @@ class LoaderResources:
 
     Attributes:
         reader: Reads.
-        ring: Its memory.
-        memory_bytes: The user's number: index, ring and batches that wait are within it.
+        memory: Its memory.
+        memory_bytes: The user's number: index, reads and batches that wait are within it.
         waiting_bytes: Set aside for batches that are decoded and wait.
     """
 
@@ -69,6 +68,7 @@ class LoaderResources:
         verify: bool = True,
         waiting_bytes: int = 0,
         sharers: int = 1,
+        counts: ReadCounts | None = None,
     ) -> None:
         """Reserve memory; it becomes resident as it is needed.
 
@@ -78,10 +78,11 @@ class LoaderResources:
             engine: Moves the bytes; the engine of this process if None.
             verify: Compare checksums.
             waiting_bytes: Set aside for batches that are decoded and wait.
+            counts: Totals of reads to add to; new ones if None.
             sharers: Processes that share ``memory_bytes``, each with an index of its own.
 
         Raises:
-            BudgetError: There is nothing left for the ring.
+            BudgetError: There is nothing left to read into.
             ConfigError: The engine is GPU-direct.
         """
         if engine is not None and engine.spec.gpu_direct:
@@ -92,25 +93,30 @@ class LoaderResources:
         self.memory_bytes = memory_bytes // sharers
         self.waiting_bytes = waiting_bytes
         self._index = opened.index
-        self.ring = ByteRing(self.room_beside(waiting_bytes))
+        self.memory = ReadMemory(self.room_beside(waiting_bytes))
         self.engine = shared_engine() if engine is None else engine
         self.reader = Reader(
-            opened, self.ring, self.engine, verify=verify, memory_bytes=self.memory_bytes
+            opened,
+            self.memory,
+            self.engine,
+            verify=verify,
+            memory_bytes=self.memory_bytes,
+            counts=counts,
         )
         self._batches: Arena | None = None
         self.guard = fork_guard()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held now: the index, the ring's resident part, and what is reserved."""
+        """Bytes held now: the index, what is resident of the read memory, and what is reserved."""
         workings = int(self.memory_bytes * _WORKINGS_SHARE)
-        return workings + self._index.nbytes + self.ring.held_bytes + self.waiting_bytes
+        return workings + self._index.nbytes + self.memory.held_bytes + self.waiting_bytes
 
     def set_aside(self, waiting_bytes: int) -> None:
-        """Batches turned out to be so large: the ring makes room. Raises BudgetError: it cannot."""
+        """Lower the limit of the read memory for batches that wait. Raises BudgetError: none is left."""
         if waiting_bytes <= self.waiting_bytes:
             return
-        self.ring.limit_bytes = min(self.ring.limit_bytes, self.room_beside(waiting_bytes))
+        self.memory.limit_bytes = min(self.memory.limit_bytes, self.room_beside(waiting_bytes))
         self.waiting_bytes = waiting_bytes
 
     def batch_room(self, nbytes: int) -> NDArray[np.uint8]:
@@ -138,10 +144,10 @@ class LoaderResources:
         if self._batches is not None:
             self._batches.close()
         self.reader.close()
-        self.ring.close()
+        self.memory.close()
 
     def room_beside(self, waiting_bytes: int) -> int:
-        """Return the ring's bytes beside batches of so many bytes. Raises BudgetError: none."""
+        """Return the bytes for reads beside batches of so many bytes. Raises BudgetError: none."""
         workings = int(self.memory_bytes * _WORKINGS_SHARE)
         needs = self._index.nbytes + waiting_bytes
         room = round_down(self.memory_bytes - workings - needs, PAGE_BYTES)
@@ -177,12 +183,12 @@ def lends_mostly(
     *,
     lump: int,
     waiting: int,
-    ring_bytes: int,
+    room_bytes: int,
 ) -> bool:
-    """Return whether batches of this order are memory of the ring, but for one now and then.
+    """Return whether nearly all batches of this order can be lent.
 
-    They are where the samples of a batch lie side by side in the ring, where reads begin at whole blocks;
-    and where the ring has as much room again as all the batches that wait.
+    They can where the samples of a batch lie side by side in the read memory, where reads begin at whole
+    blocks, and where the read memory has as much room again as all the batches that wait.
     """
     columns = values.columns or ()
     if not values.alike or len(columns) != 1 or columns[0].cast is not None:
@@ -191,9 +197,9 @@ def lends_mostly(
     start, nbytes = int(first.offset[0, 0]), int(first.nbytes[0, 0])
     batch_bytes = share.batch_size * nbytes
     lump_bytes, waiting_bytes = batch_bytes * lump, batch_bytes * waiting
-    if lump_bytes < LEAST_LENT_BYTES or lump_bytes > ring_bytes // GROUP_PART:
+    if lump_bytes < LEAST_LENT_BYTES or lump_bytes > room_bytes // GROUP_PART:
         return False
-    if waiting_bytes > ring_bytes // 2:
+    if waiting_bytes > room_bytes // 2:
         return False
     if order.kind == "sequential":
         return not (start % ALIGNED_BYTES or nbytes % ALIGNED_BYTES) and 1 in (share.world, lump)
@@ -202,27 +208,29 @@ def lends_mostly(
 
 
 def choose_order(
-    kind: Kind | str,
+    kind: Order | str,
     index: Index,
-    ring_bytes: int,
+    room_bytes: int,
     *,
     seed: int,
     batch_size: int,
     world: int,
     rates: DatasetRates | None = None,
 ) -> Order:
-    """An order for so much memory.
+    """Return an order for so much memory; one that is given as it is.
 
     ``auto`` is a full shuffle where random reads cost nothing, or where all samples fit in memory; else a
     window. Whether they do, ``rates`` tell; if there are none, it is so for samples of 128 KiB and more.
     A window has as many chunks as fit in memory twice; with several ranks each has a lane of its own.
     """
+    if isinstance(kind, Order):
+        return kind
     mean = max(1, index.data_bytes // index.samples)
     if kind == "auto":
         quick = mean >= CHUNK_BYTES if rates is None else rates.full_is_quick
         kind = "full" if quick else "window"
     if kind == "window":
-        room = int(ring_bytes * _WINDOW_SHARE)
+        room = int(room_bytes * _WINDOW_SHARE)
         found = _window(index, room, mean, seed=seed, batch_size=batch_size, world=world)
         if found is not None:
             return found

@@ -30,7 +30,7 @@ def scan(
     """
     resources = LoaderResources(opened, memory_bytes + opened.index.nbytes, verify=verify)
     reads = TransferWindow[Pending](release=Pending.free)
-    starts = _starts(opened, resources.ring.limit_bytes // (2 * _AHEAD))
+    starts = _starts(opened, resources.memory.limit_bytes // (2 * _AHEAD))
     following = next(starts, None)
     try:
         while following is not None or reads:

@@ -4,7 +4,7 @@
     Batches are read in *groups*, whose samples are planned together, so that neighbours are read at
     once: as many batches as make some MiB, or all of a window. A group's memory is given back when its
     last batch is decoded, or, where batches are that very memory, dropped. Groups begin, in order, as
-    long as fewer batches than :class:`Depth` says are under way or ready, and the ring has room.
+    long as fewer batches than :class:`Depth` says are under way or ready, and the read memory has room.
 
 [Note: lumps]
     To hand over a batch costs two threads a tenth of a millisecond, in which flash delivers more than a
@@ -126,8 +126,8 @@ class Stream:
         self._under_way = 0
         self._awaited: Pending | None = None  # by the thread of the stream
         self._waiting = False  # whoever takes, for a batch
-        self._full = False  # the ring, when something was to begin last; and what was free by then
-        self._given_back = 0
+        self._full = False  # the memory, when a group was to begin last; and what was used then
+        self._used_bytes = 0
         self._arrived_ns = 0
         self._taken_ns = 0
         self._thread = threading.Thread(target=self._run, name="penstock-data", daemon=True)
@@ -197,7 +197,7 @@ class Stream:
             self._changed.notify_all()
 
     def _go_on(self) -> None:
-        """Begin groups. If none is in flight and batches hold all of the ring, renew it first."""
+        """Begin groups. If none is in flight and batches hold all of the read memory, renew it first."""
         self._fill()
         if self._full and not (self._reads or self._stopping):
             self._reader.renew()
@@ -265,10 +265,10 @@ class Stream:
 
     def _fill(self) -> None:
         """Begin groups, as far ahead as it pays."""
-        given_back = self._reader.ring.given_back
-        if self._full and given_back == self._given_back:
+        used_bytes = self._reader.memory.used_bytes
+        if self._full and used_bytes == self._used_bytes:
             return
-        self._full, self._given_back = False, given_back
+        self._full = False
         while not self._stopping:
             with self._changed:
                 ahead = self._under_way + self._ready_batches
@@ -281,7 +281,7 @@ class Stream:
             steps, plan = self._candidate
             pending = self._reader.start(plan)
             if pending is None:
-                self._full = True
+                self._full, self._used_bytes = True, self._reader.memory.used_bytes
                 return
             self._begin(_Fetch(steps, pending, self._clock.now_ns()))
             self._candidate = None
@@ -309,11 +309,11 @@ class Stream:
 
     def _next_steps(self) -> list[RankBatch]:
         """Return the steps of a window, or of some MiB."""
-        index, ring = self._reader.opened.index, self._reader.ring
+        index, memory = self._reader.opened.index, self._reader.memory
         mean = max(1, index.data_bytes // index.samples)
         edge = self._epoch.edge(self._next_step.start) if self._next_step is not None else 0
         window = self._epoch.order.kind == "window" and self._epoch.order.chunk_samples > 1
-        room = ring.limit_bytes if window else min(GROUP_BYTES, ring.limit_bytes // GROUP_PART)
+        room = memory.limit_bytes if window else min(GROUP_BYTES, memory.limit_bytes // GROUP_PART)
         steps = list[RankBatch]()
         while (step := self._next_step) is not None:
             length = max(1, step.stop - step.start) * mean
@@ -334,7 +334,7 @@ class Stream:
         return self._reader.plan(self._epoch.at(positions))
 
     def _too_much(self, plan: ReadPlan) -> bool:
-        limit = self._reader.ring.limit_bytes
+        limit = self._reader.memory.limit_bytes
         return plan.total_bytes > limit // 2 or (
             len(plan.file) > _MOST_FILES and len(distinct(plan.file)[0]) > _MOST_FILES
         )

@@ -185,10 +185,10 @@ class Attachment:
         recomputed = () if plan is None else plan.recomputed
         self._recompute.follow(recomputed)
         self._recompute.suspended = observing
-        self._recipes.follow(() if observing else recomputed)
         if self._observer is not None:
             self._observer.detach()
             self.hooks.observer = self._observer = None
+        self._recipes.follow(() if observing else recomputed)
         if observing:
             self._observer = self.hooks.observer = PassObserver(
                 modules=self.modules,

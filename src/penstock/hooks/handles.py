@@ -45,20 +45,14 @@ class KeptHandle:
         return self.tensor
 
 
-class ForeignHandle:
+class ForeignHandle(KeptHandle):
     """A tensor of a kind that is not offloaded: a subclass, or one without a storage."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ()
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()
         self.version = self.tensor._version  # a subclass may not share the original's
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor; raise ``InPlaceError`` if it was modified since."""
-        if self.tensor._version != self.version:
-            raise _modified(self.tensor, self.tensor.size(), self.version, "")
-        return self.tensor
 
 
 class FlattenedHandle:
@@ -90,22 +84,16 @@ class FlattenedHandle:
         return wrapped
 
 
-class SmallHandle:
+class SmallHandle(KeptHandle):
     """A view of a storage that stays resident and is counted."""
 
-    __slots__ = ("holder", "saved", "tensor", "version")
+    __slots__ = ("holder", "saved")
 
     def __init__(self, tensor: torch.Tensor, holder: StorageHolder, saved: SavedStorage) -> None:
         self.tensor = tensor.detach()
         self.version = tensor._version
         self.holder = holder
         self.saved = saved
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor; raise ``InPlaceError`` if it was modified since."""
-        if self.tensor._version != self.version:
-            raise _modified(self.tensor, self.tensor.size(), self.version, "")
-        return self.tensor
 
     def __del__(self) -> None:
         self.holder.release(self.saved, True)
@@ -238,7 +226,7 @@ class CopiedHandle:
         return probe.detach() if copy is None else copy.unpack()
 
 
-Packed = KeptHandle | ForeignHandle | FlattenedHandle | SmallHandle | MovedHandle | CopiedHandle
+Packed = KeptHandle | FlattenedHandle | MovedHandle | CopiedHandle
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ another object, and those outside the module and its submodules.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -83,7 +83,7 @@ class ModuleState:
         Raises:
             InPlaceError: A parameter of the module has changed since.
         """
-        self._check_parameters(name)
+        check_parameters(name, self._versions)
         now = [(module, dict(module.__dict__), dict(module._buffers)) for module in self._modules]
         python, numpy = random.getstate(), np.random.get_state()
         try:
@@ -125,15 +125,17 @@ class ModuleState:
         if self._numpy is not None:
             np.random.set_state(self._numpy)
 
-    def _check_parameters(self, name: str) -> None:
-        for parameter, version in self._versions:
-            if parameter._version != version:
-                raise InPlaceError(
-                    f"cannot recompute {name} for its backward: a parameter of shape"
-                    f" {tuple(parameter.shape)} has been modified by an inplace operation since its"
-                    f" forward (version {parameter._version}, expected {version}); modify it after the"
-                    " backward, or pass recompute=False"
-                )
+
+def check_parameters(name: str, versions: Iterable[tuple[torch.Tensor | None, int]]) -> None:
+    """Raise InPlaceError if a parameter of the module of this name has another version than then."""
+    for parameter, version in versions:
+        if parameter is not None and parameter._version != version:
+            raise InPlaceError(
+                f"cannot recompute {name} for its backward: a parameter of shape"
+                f" {tuple(parameter.shape)} has been modified by an inplace operation since its"
+                f" forward (version {parameter._version}, expected {version}); modify it after the"
+                " backward, or pass recompute=False"
+            )
 
 
 def _copies(buffers: list[_Attributes]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:

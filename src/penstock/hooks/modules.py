@@ -47,21 +47,11 @@ class CallObserver(Protocol):
         """Handle the beginning of a call."""
 
     def leave(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        """Handle the end of a call; ``output`` is ``None`` if it raised."""
-
-
-class CallFollower(Protocol):
-    """Observer of the calls of some modules."""
-
-    def enter(self, module: torch.nn.Module, args: Any) -> None:
-        """Handle the beginning of a call."""
-
-    def leave(self, module: torch.nn.Module, kwargs: bool, output: Any) -> None:
         """Handle the end of a call.
 
         Args:
             module: The called module.
-            kwargs: The call had keyword arguments.
+            arguments: Its positional arguments, and a tuple with its keyword arguments.
             output: What it returned; ``None`` if it raised.
         """
 
@@ -70,8 +60,16 @@ OUTSIDE = SavingPlace("", "")
 """Place of tensors that are saved while no module runs, such as by a loss function."""
 
 
-class _Stack(threading.local):
+class RunningModules(threading.local):
+    """Modules that this thread runs.
+
+    Attributes:
+        here: Place of the innermost one.
+        watched: List for notes while that is of a watched type, else ``None``.
+    """
+
     def __init__(self) -> None:
+        self.here = OUTSIDE
         self.places: list[SavingPlace] = []
         self.hooked = False
         self.watched: list[Any] | None = None
@@ -84,8 +82,8 @@ class ModuleTracker:
     """Tracks the running module of each thread while it is attached.
 
     Attributes:
-        observer: Notified of every tracked call.
-        recipes: Notified as well while a plan has recipes.
+        running: Modules of the calling thread, for hot paths.
+        observer: Notified of every tracked call: of an observed pass, or while a plan has recipes.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class ModuleTracker:
             completion: Notified when a module has returned or raised, if something waits for that.
             watch: Names of the types of modules to watch.
         """
-        self._stack = _Stack()
+        self.running = RunningModules()
         self._places: weakref.WeakKeyDictionary[torch.nn.Module, SavingPlace] = (
             weakref.WeakKeyDictionary()
         )
@@ -121,11 +119,10 @@ class ModuleTracker:
         self._handles: list[RemovableHandle] = []
         self._filter: Any = None
         self.observer: CallObserver | None = None
-        self.recipes: CallFollower | None = None
 
     def attach(self) -> None:
         """Begin to track; the calling thread counts as one that has saved-tensor hooks."""
-        self._stack.hooked = True
+        self.running.hooked = True
         if not _has_any_global_hook():  # type: ignore[no-untyped-call]  # other hooks deserve the warning
             warnings.filterwarnings("ignore", _EXTRA_CALL, UserWarning)
             self._filter = warnings.filters[0]
@@ -142,10 +139,11 @@ class ModuleTracker:
         self._handles = []
         with suppress(ValueError):  # other code has replaced the filters
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-        self._stack.hooked = False
-        self._stack.places.clear()
-        self._stack.outer.clear()
-        self._stack.watched = None
+        self.running.hooked = False
+        self.running.places.clear()
+        self.running.here = OUTSIDE
+        self.running.outer.clear()
+        self.running.watched = None
 
     def register(self, root: torch.nn.Module) -> None:
         """Name a module and its submodules; roots of the same type are numbered."""
@@ -160,23 +158,17 @@ class ModuleTracker:
     @property
     def here(self) -> SavingPlace:
         """The innermost running module of this thread."""
-        places = self._stack.places
-        return places[-1] if places else OUTSIDE
-
-    @property
-    def watched(self) -> list[Any] | None:
-        """List for notes while the innermost running module is of a watched type, else ``None``."""
-        return self._stack.watched
+        return self.running.here
 
     @property
     def recomputing(self) -> bool:
         """True while this thread recomputes a module, whose calls are not tracked again."""
-        return self._stack.recomputing > 0
+        return self.running.recomputing > 0
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
         """Suspend tracking inside the block, in which this thread recomputes modules."""
-        stack = self._stack
+        stack = self.running
         stack.recomputing += 1
         try:
             yield
@@ -186,13 +178,15 @@ class ModuleTracker:
     @contextmanager
     def at(self, place: SavingPlace) -> Iterator[None]:
         """Let tensors be saved at ``place`` inside the block, and watch nothing."""
-        stack = self._stack
+        stack = self.running
         watched, stack.watched = stack.watched, None
+        outer, stack.here = stack.here, place
         stack.places.append(place)
         try:
             yield
         finally:
             stack.places.pop()
+            stack.here = outer
             stack.watched = watched
 
     def place_of(self, module: torch.nn.Module) -> SavingPlace | None:
@@ -208,26 +202,25 @@ class ModuleTracker:
 
     def forget_watched(self) -> None:
         """Stop watching, after a backward: a module that Ctrl-C interrupted never ends otherwise."""
-        stack = self._stack
+        stack = self.running
         stack.watched = None
         stack.outer = [None] * len(stack.outer)
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # inside, the compiled region is the place
             return
-        stack = self._stack
+        stack = self.running
         if stack.recomputing:
             return
         place = self._places.get(module)
         if place is None:
             place = self._name_new(module)
         stack.places.append(place)
+        stack.here = place
         stack.outer.append(stack.watched)
         stack.watched = [] if place.kind in self._watch else None
         if self.observer is not None:
             self.observer.enter(module, place, args)
-        if self.recipes is not None:
-            self.recipes.enter(module, args)
         if not stack.hooked and torch.is_grad_enabled() and not _has_hooks():
             self._on_missed_thread(threading.current_thread().name)
 
@@ -235,7 +228,7 @@ class ModuleTracker:
         """Handle the end of a call; ``rest`` is (kwargs, output), or (output,) after an exception."""
         if torch.compiler.is_compiling():
             return
-        stack = self._stack
+        stack = self.running
         if not stack.places or stack.recomputing:
             return
         watched, stack.watched = stack.watched, None
@@ -246,19 +239,18 @@ class ModuleTracker:
                 self._on_watched(stack.places[-1].kind, rest[-1], watched)
             if self.observer is not None:
                 self.observer.leave(module, (args, rest[:-1]), rest[-1])
-            if self.recipes is not None:
-                self.recipes.leave(module, any(rest[:-1]), rest[-1])
         finally:
             stack.places.pop()
+            stack.here = stack.places[-1] if stack.places else OUTSIDE
             stack.watched = stack.outer.pop()
 
     def _name_new(self, module: torch.nn.Module) -> SavingPlace:
-        if not self._stack.places:
+        if not self.running.places:
             self.register(module)
             return self._places[module]
         # created after its root was registered: named by its type under the module that runs it
         kind = type(module).__name__
-        place = self._places[module] = SavingPlace(f"{self._stack.places[-1].path}.<{kind}>", kind)
+        place = self._places[module] = SavingPlace(f"{self.running.places[-1].path}.<{kind}>", kind)
         return place
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.core.errors import HookError, InPlaceError
+from penstock.hooks.module_state import check_parameters
 
 _BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _PURE: Final = frozenset(
@@ -124,24 +125,18 @@ class PureCall:
 
     def _check(self) -> None:
         module = self._module
-        advice = "change it after the backward, or pass recompute=False"
         now = list(module._parameters.values())
         if [id(each) for each in now] != [id(each) for each, _ in self._parameters]:
             raise HookError(
                 f"cannot recompute {self.path} for its backward: it has other parameters than in its"
                 " forward, as under torch.func.functional_call; pass recompute=False"
             )
-        for parameter, version in self._parameters:
-            if parameter is not None and parameter._version != version:
-                raise InPlaceError(
-                    f"cannot recompute {self.path} for its backward: a parameter of shape"
-                    f" {tuple(parameter.shape)} has been modified by an inplace operation since its"
-                    f" forward (version {parameter._version}, expected {version}); {advice}"
-                )
+        check_parameters(self.path, self._parameters)
         if _settings(module) != self._settings:
             raise InPlaceError(
                 f"cannot recompute {self.path} for its backward: its settings are"
-                f" {_settings(module)} now and were {self._settings} in its forward; {advice}"
+                f" {_settings(module)} now and were {self._settings} in its forward; change them after"
+                " the backward, or pass recompute=False"
             )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.hooks.handles import Packed
-from penstock.hooks.modules import ModuleTracker
+from penstock.hooks.modules import ModuleTracker, SavingPlace
 from penstock.hooks.pure import PureCall, is_pure
 from penstock.hooks.pure_calls import PureCalls, PureOutput
 from penstock.hooks.recompute import not_recomputable
@@ -79,7 +79,7 @@ class RecipeCalls:
             found = paths.intersection(known) - not_recomputable(known)
             self._paths = {known[path][0]: path for path in found}
         self._of_thread = threading.local()
-        self._modules.recipes = self if self._paths else None
+        self._modules.observer = self if self._paths else None
         self._recomputer.recipes = self if self._paths else None
 
     @property
@@ -89,18 +89,18 @@ class RecipeCalls:
             calls = self._of_thread.calls = _Calls(self._hooks, self._recomputer)
         return calls
 
-    def enter(self, module: torch.nn.Module, args: Any) -> None:
+    def enter(self, module: torch.nn.Module, place: SavingPlace, args: Any) -> None:
         """Handle the beginning of a call."""
         if module in self._paths:
             pure = self._hooks.active and torch.is_grad_enabled() and is_pure(module)
             self._calls.enter(args, pure=pure)
 
-    def leave(self, module: torch.nn.Module, kwargs: bool, output: Any) -> None:
+    def leave(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
         """Handle the end of a call."""
         path = self._paths.get(module)
         if path is not None and self._calls.under_way:
             member = partial(PureCall, module, path, self._device_type)
-            self._calls.leave(output, member, refused=kwargs)
+            self._calls.leave(output, member, refused=any(arguments[1]))
 
     def recipe_of(self, storage: torch.UntypedStorage, version: int) -> Recipe | None:
         """Return how to recompute this storage at this version, or ``None`` if that is not known."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
@@ -90,7 +89,7 @@ class SavedTensorHooks:
         self._completion = completion
         self._stream_order = stream_order
         self._protected = protected
-        self._modules = modules
+        self._running = modules.running
         self._boundaries = boundaries
         self._recorder = recorder
         self._is_here = _is_on(device_type)
@@ -107,7 +106,7 @@ class SavedTensorHooks:
             self._completion.check()
         if self._boundaries.tasks:
             self._boundaries.note_pack()
-        watched = self._modules.watched
+        watched = self._running.watched
         packed = self._pack(tensor, sign_only=watched is not None)
         if watched is not None:
             watched.append((packed, tensor))
@@ -123,7 +122,7 @@ class SavedTensorHooks:
         moved = [(packed, tensor) for packed, tensor in watched if isinstance(packed, MovedHandle)]
         proven = self._inquiry.sign_only(kind, output) if moved else None
         for packed, tensor in moved:
-            packed.prove(sign_only=packed is proven, tensor=tensor, place=self._modules.here)
+            packed.prove(sign_only=packed is proven, tensor=tensor, place=self._running.here)
 
     def _pack(self, tensor: torch.Tensor, *, sign_only: bool) -> Packed:
         storage = strided_storage(tensor) if type(tensor) in self.plain_types else None
@@ -163,7 +162,7 @@ class SavedTensorHooks:
             moved,
             base,
             version,
-            self._modules.here,
+            self._running.here,
             tensor.dtype,
             moved.copied,  # it is complete if it requires a gradient
             sign_only,
@@ -196,14 +195,11 @@ class SavedTensorHooks:
             action()
             return
 
-        here = self._stream_order.here(tensor.device)
-
         def act(last: bool) -> bool:
-            with here():
-                action()
+            action()
             return True
 
-        completion.wait(act)
+        completion.wait(act, tensor.device)
 
     @property
     def inquiring(self) -> bool:
@@ -239,25 +235,18 @@ class SavedTensorHooks:
         """Copy out a small view when it is complete."""
         packed = CopiedHandle(tensor)
         if tensor.requires_grad:
-            self._copy_out(packed, tensor.detach(), self._modules.here)
+            self._copy_out(packed, tensor.detach(), self._running.here)
         else:
-            here = self._stream_order.here(tensor.device)
-            place = self._modules.here
-            action = partial(self._copy_out_later, weakref.ref(packed), here, place)
-            self._completion.wait(action)
+            action = partial(self._copy_out_later, weakref.ref(packed), self._running.here)
+            self._completion.wait(action, tensor.device)
         return packed
 
     def _copy_out_later(
-        self,
-        ref: weakref.ref[CopiedHandle],
-        here: Callable[[], AbstractContextManager[object]],
-        place: SavingPlace,
-        last: bool,
+        self, ref: weakref.ref[CopiedHandle], place: SavingPlace, last: bool
     ) -> bool:
         packed = ref()
         if packed is not None:
-            with here():
-                self._copy_out(packed, packed.probe, place)
+            self._copy_out(packed, packed.probe, place)
         return True
 
     def _copy_out(self, packed: CopiedHandle, tensor: torch.Tensor, place: SavingPlace) -> None:

@@ -33,9 +33,9 @@ from penstock.io.context import Context, unavailable_error
 from penstock.io.engine import Engine, EngineSpec, ReadBatch, Request, Transfer
 from penstock.io.threads import ThreadEngine
 from penstock.io.transfer_jobs import (
-    Queue,
     TransferJob,
     TransferPiece,
+    TransferQueue,
     check,
     failure,
     resume_point,
@@ -170,12 +170,8 @@ class KernelQueue:
         os.close(self.bell)
 
 
-class _PieceQueue(Queue):
-    """Pieces that wait and pieces in flight.
-
-    The engine's thread refers to this and not to the engine, so that an engine that was dropped without
-    ``close`` can be collected, which stops the thread.
-    """
+class _PieceQueue(TransferQueue):
+    """Pieces that wait and pieces in flight."""
 
     def __init__(self, ring: KernelQueue, depth: int, piece_bytes: int) -> None:
         super().__init__(Lock())
@@ -205,7 +201,7 @@ class _PieceQueue(Queue):
             job.settle(error)
             return
         with self._lock:
-            self._append(job)
+            self.append(job)
             can_leave = bool(self._free)
         if can_leave:
             self._ring.wake()
@@ -222,7 +218,7 @@ class _PieceQueue(Queue):
                 self._ring.wake()
             else:
                 self._close_rings()
-            return self._line.take_unbegun()
+            return self.take_unbegun()
 
     def join(self) -> None:
         thread = self._thread
@@ -247,7 +243,7 @@ class _PieceQueue(Queue):
         over += self._hand_over(leaving)
         _settle(over)
         with self._lock:
-            if self._flights or not self._closed or any(self._line):
+            if self._flights or not self._closed or any(self):
                 return True
             self._close_rings()
             return False
@@ -313,7 +309,7 @@ class _PieceQueue(Queue):
 
     def _next(self) -> list[tuple[int, Flight | BatchFlight]]:
         leaving = []
-        while self._free and (piece := self._line.take()) is not None:
+        while self._free and (piece := self.take()) is not None:
             token, job = self._free.pop(), piece.job
             flight = BatchFlight(piece, job) if isinstance(job, BatchJob) else Flight(piece)
             self._flights[token] = flight
@@ -325,7 +321,7 @@ class _PieceQueue(Queue):
     ) -> bool:
         del self._flights[token]
         self._free.append(token)
-        return self._line.finish(flight.piece.job, error)
+        return self.finish(flight.piece.job, error)
 
     def _hand_over(self, leaving: list[tuple[int, Flight | BatchFlight]]) -> list[TransferJob]:
         """Submit to the kernel; return the jobs that ended because it refused."""

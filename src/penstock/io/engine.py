@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
@@ -344,46 +344,86 @@ class Engine(ABC):
             ConfigError: As ``submit``.
             ClosedError: As ``submit``.
         """
-        return _Entries(self, batch).transfer
+        requests = (batch.request(entry) for entry in range(len(batch)))
+        return _Joint(self, requests, int(batch.nbytes.sum()), batch.errors).transfer
 
     @abstractmethod
     def close(self) -> None:
         """Cancel transfers that have not started, wait for the others, stop the workers. Idempotent."""
 
 
-class _Entries:
-    """Batch that is submitted as separate requests."""
+def submit_all(engine: Engine, requests: Sequence[Request]) -> Transfer:
+    """Begin all of ``requests``; returns at once.
 
-    def __init__(self, engine: Engine, batch: ReadBatch) -> None:
-        self._batch = batch
+    The transfer settles once, after every request has, with the first error that is not a cancellation if
+    there was any. It can be cancelled until the first request has begun. If another one has begun even
+    so, ``cancel`` returns False, and the transfer settles as cancelled when that one ends.
+
+    Raises:
+        PenstockError: The engine refused the first request; nothing was begun. If it refuses a later one,
+            the transfer fails, since something is in flight.
+    """
+    return _Joint(engine, requests, sum(request.nbytes for request in requests)).transfer
+
+
+class _Joint:
+    """Several requests as one transfer."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Iterable[Request],
+        nbytes: int,
+        errors: dict[int, BaseException] | None = None,
+    ) -> None:
+        """Begin them; their errors go into ``errors``, by number, or are the transfer's if it is None."""
+        self._errors = errors
         self._lock = Lock()
-        self._left = len(batch) + 1  # one for this loop
+        self._left = 1  # for this loop
+        self._error: BaseException | None = None
         self._parts: list[Transfer] = []
-        self.transfer = Transfer(int(batch.nbytes.sum()), promote=self._promote)
-        for entry in range(len(batch)):
+        self.transfer = Transfer(
+            nbytes, cancel=self._cancel if errors is None else None, promote=self._promote
+        )
+        for number, request in enumerate(requests):
             try:
-                part = engine.submit(batch.request(entry))
+                part = engine.submit(request)
             except Exception as error:
                 if not self._parts:
                     raise
-                self._over(entry, error)
+                self._note(number, error)
                 continue
+            with self._lock:
+                self._left += 1
             self._parts.append(part)
-            part.add_done_callback(partial(self._part_done, entry))
-        self._over(-1, None)
+            part.add_done_callback(partial(self._part_done, number))
+        self._over()
 
-    def _part_done(self, entry: int, part: Transfer) -> None:
-        self._over(entry, part.error)
+    def _part_done(self, number: int, part: Transfer) -> None:
+        if part.error is not None:
+            self._note(number, part.error)
+        self._over()
 
-    def _over(self, entry: int, error: BaseException | None) -> None:
+    def _note(self, number: int, error: BaseException) -> None:
         with self._lock:
-            if error is not None:
-                self._batch.errors[entry] = error
+            if self._errors is not None:
+                self._errors[number] = error
+            elif self._error is None or isinstance(self._error, CancelledError):
+                self._error = error
+
+    def _over(self) -> None:
+        with self._lock:
             self._left -= 1
             last = self._left == 0
         if last:
-            self.transfer.settle()
+            self.transfer.settle(self._error)
 
-    def _promote(self, transfer: Transfer, priority: Priority) -> None:
+    def _cancel(self, _: Transfer) -> bool:
+        if not self._parts[0].cancel():
+            return False
+        withdrawn = [part.cancel() for part in self._parts[1:]]
+        return all(withdrawn)
+
+    def _promote(self, _: Transfer, priority: Priority) -> None:
         for part in list(self._parts):
             part.promote(priority)

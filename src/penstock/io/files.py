@@ -22,7 +22,6 @@ from penstock.core.errors import (
     ClosedError,
     ConfigError,
     PenstockWarning,
-    ShortTransferError,
     TransferError,
     transfer_error,
 )
@@ -200,44 +199,6 @@ def open_at(
     except OSError as error:
         raise _open_error(error, path) from error
     return _direct(fd, path, os.path.dirname(path))
-
-
-def read_end(file: DirectFile, offset_bytes: int, address: int, nbytes: int) -> None:
-    """Read the last few bytes of a file whose length is no multiple of its granule.
-
-    An engine moves only whole granules.
-
-    Args:
-        file: The file.
-        offset_bytes: Offset of the bytes, a multiple of the granule.
-        address: Address of memory for a whole granule, a multiple of the granule.
-        nbytes: Number of bytes, less than a granule.
-
-    Raises:
-        ShortTransferError: The file ends before.
-        TransferError: They cannot be read.
-    """
-    memory = (ctypes.c_char * file.granule_bytes).from_address(address)
-    try:
-        moved = os.preadv(file.fd, [memory], offset_bytes)  # PEP 475: retried if interrupted
-    except OSError as error:
-        raise transfer_error(
-            errno=error.errno or errnos.EIO,
-            op="read",
-            path=file.path,
-            offset_bytes=offset_bytes,
-            nbytes=nbytes,
-        ) from error
-    if moved < nbytes:
-        raise ShortTransferError(
-            errno=errnos.ENODATA,
-            op="read",
-            path=file.path,
-            offset_bytes=offset_bytes,
-            nbytes=nbytes,
-            moved_bytes=moved,
-            advice="the file ends there: it was truncated",
-        )
 
 
 def drop_cache(fd: int, offset: int, nbytes: int, *, written: bool) -> None:

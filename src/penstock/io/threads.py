@@ -22,9 +22,9 @@ from penstock.core.locks import condition, defer
 from penstock.io.engine import Engine, EngineSpec, File, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, drop_cache
 from penstock.io.transfer_jobs import (
-    Queue,
     TransferJob,
     TransferPiece,
+    TransferQueue,
     check,
     failure,
     resume_point,
@@ -63,18 +63,15 @@ class Syscalls:
         drop_cache(file.fd, offset_bytes, nbytes, written=written)
 
 
-class _Queue(Queue):
-    """Requests by priority, of which workers take pieces.
+class _Queue(TransferQueue):
+    """Requests by priority, of which workers take pieces."""
 
-    The workers refer to this and not to the engine, so that an engine that was dropped without
-    ``close`` can be collected, which stops them.
-    """
-
-    def __init__(self, piece_bytes: int, syscalls: Syscalls) -> None:
+    def __init__(self, piece_bytes: int, syscalls: Syscalls, name: str) -> None:
         self._wake = condition()
         super().__init__(self._wake)
         self.piece_bytes = piece_bytes
         self._syscalls = syscalls
+        self._name = name
         self._threads: list[threading.Thread] = []
         self._workers = 0  # threads that are started, or about to be
         self._idle = 0
@@ -82,7 +79,7 @@ class _Queue(Queue):
     def put(self, job: TransferJob, max_threads: int) -> None:
         pieces = -(-job.nbytes // self.piece_bytes)
         with self._wake:
-            self._append(job)
+            self.append(job)
             woken = min(pieces, self._idle)
             missing = min(pieces - woken, max_threads - self._workers)
             self._workers += missing
@@ -112,7 +109,7 @@ class _Queue(Queue):
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-            return self._line.take_unbegun()
+            return self.take_unbegun()
 
     def join(self) -> None:
         for thread in list(self._threads):
@@ -131,14 +128,14 @@ class _Queue(Queue):
         except BaseException as unexpected:  # noqa: BLE001  (waiters of the transfer get it)
             error = unexpected
         with self._wake:
-            over = self._line.finish(job, error)
+            over = self.finish(job, error)
         if over:
             job.settle(job.error)
         return True
 
     def _start_threads(self, count: int) -> None:
         for started in range(count):
-            name = f"penstock-io-{len(self._threads)}"
+            name = f"{self._name}-{len(self._threads)}"
             thread = threading.Thread(target=_work, args=(self,), name=name, daemon=True)
             try:
                 thread.start()
@@ -151,13 +148,13 @@ class _Queue(Queue):
         """Continue with fewer workers after a thread failed to start; having none is an error."""
         with self._wake:
             self._workers -= count
-            stranded = [] if self._workers else self._line.take_unbegun()
+            stranded = [] if self._workers else self.take_unbegun()
         for job in stranded:
             job.settle(error)
 
     def _take(self) -> TransferPiece | None:
         with self._wake:
-            while (piece := self._line.take()) is None:
+            while (piece := self.take()) is None:
                 if self._closed:
                     return None
                 self._idle += 1
@@ -178,6 +175,7 @@ class ThreadEngine(Engine):
         piece_bytes: int | None = None,
         *,
         syscalls: Syscalls | None = None,
+        name: str = "penstock-io",
     ) -> None:
         """Make an engine; no thread is started yet.
 
@@ -186,6 +184,7 @@ class ThreadEngine(Engine):
             piece_bytes: The longest single transfer, a multiple of 4096; ``knobs.io_piece_bytes()``
                 if None.
             syscalls: Calls that move a piece; those of the operating system if None.
+            name: Beginning of its threads' names.
         """
         workers = knobs.io_threads() if threads is None else threads
         piece = knobs.io_piece_bytes() if piece_bytes is None else piece_bytes
@@ -196,7 +195,7 @@ class ThreadEngine(Engine):
                 f"I/O pieces of {piece} bytes are not a positive multiple of {MAX_GRANULE_BYTES}"
             )
         self._spec = EngineSpec(name="threads", workers=workers, piece_bytes=piece)
-        self._queue = _Queue(piece, Syscalls() if syscalls is None else syscalls)
+        self._queue = _Queue(piece, Syscalls() if syscalls is None else syscalls, name)
         weakref.finalize(self, _abandon, self._queue).atexit = False
 
     @property

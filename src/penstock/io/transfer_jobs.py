@@ -106,17 +106,27 @@ class TransferPiece(NamedTuple):
 
 
 class TransferQueue:
-    """Jobs that have pieces left, by priority. Not thread-safe: its engine's lock guards it."""
+    """Jobs that have pieces left, by priority, with their engine's lock.
 
-    def __init__(self) -> None:
-        """Start empty."""
+    ``cancel`` and ``promote`` take the lock; callers of the others hold it. The engine's threads refer to
+    the queue and not to the engine, so that one that was dropped without ``close`` can be collected,
+    which stops them.
+    """
+
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        """Start open and empty; ``lock`` guards the queue and everything in it."""
+        self.guard = fork_guard()
+        self._lock = lock
+        self._closed = False
         self._waiting: dict[Priority, deque[TransferJob]] = {
             priority: deque() for priority in Priority
         }
         self._overtaken = dict.fromkeys(Priority, 0)  # pieces, since one of that priority was taken
 
     def append(self, job: TransferJob) -> None:
-        """Add a job behind all of its priority."""
+        """Add a job behind all of its priority. Raises ClosedError."""
+        if self._closed:
+            raise ClosedError("the I/O engine is closed; a transfer was submitted after it")
         self._waiting[job.priority].append(job)
 
     def take(self) -> TransferPiece | None:
@@ -161,18 +171,25 @@ class TransferQueue:
         return not job.running and job.next_bytes == job.nbytes
 
     def cancel(self, job: TransferJob) -> bool:
-        """Remove a job if nothing of it has begun; return True if it was removed."""
-        if job.next_bytes or job not in self._waiting[job.priority]:
+        """Remove a job if nothing of it has started; return True if the caller must settle it."""
+        if self.guard.in_child:
             return False
-        self._waiting[job.priority].remove(job)
+        with self._lock:
+            if job.next_bytes or job not in self._waiting[job.priority]:
+                return False
+            self._waiting[job.priority].remove(job)
+        job.keep_alive = None
         return True
 
     def promote(self, job: TransferJob, priority: Priority) -> None:
-        """Move a job that has pieces left behind all of a higher priority."""
-        if priority < job.priority and job in self._waiting[job.priority]:
-            self._waiting[job.priority].remove(job)
-            job.priority = priority
-            self._waiting[priority].append(job)
+        """Move what has not started of a job behind all of a higher priority."""
+        if self.guard.in_child:
+            return
+        with self._lock:
+            if priority < job.priority and job in self._waiting[job.priority]:
+                self._waiting[job.priority].remove(job)
+                job.priority = priority
+                self._waiting[priority].append(job)
 
     def take_unbegun(self) -> list[TransferJob]:
         """Remove and return every job of which nothing has begun."""
@@ -184,44 +201,6 @@ class TransferQueue:
     def __iter__(self) -> Iterator[TransferJob]:
         for jobs in self._waiting.values():
             yield from jobs
-
-
-class Queue:
-    """Queue of an engine with its lock. The engine's threads refer to it instead of the engine."""
-
-    def __init__(self, lock: AbstractContextManager[object]) -> None:
-        """Start open and empty.
-
-        Args:
-            lock: The lock that guards the queue and everything in it.
-        """
-        self.guard = fork_guard()
-        self._lock = lock
-        self._line = TransferQueue()
-        self._closed = False
-
-    def cancel(self, job: TransferJob) -> bool:
-        """Remove a job if nothing of it has started; return True if the caller must settle it."""
-        if self.guard.in_child:
-            return False
-        with self._lock:
-            if not self._line.cancel(job):
-                return False
-        job.keep_alive = None
-        return True
-
-    def promote(self, job: TransferJob, priority: Priority) -> None:
-        """Raise the priority of the parts of a job that have not started."""
-        if self.guard.in_child:
-            return
-        with self._lock:
-            self._line.promote(job, priority)
-
-    def _append(self, job: TransferJob) -> None:
-        """Add a job. Requires the lock."""
-        if self._closed:
-            raise ClosedError("the I/O engine is closed; a transfer was submitted after it")
-        self._line.append(job)
 
 
 def check(request: Request) -> None:

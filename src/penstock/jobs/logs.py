@@ -2,24 +2,19 @@
 
 A job appends to its log directly, whether its manager lives or not. When a log is too long, the manager
 copies it to ``NAME.log.1``, which is overwritten, and truncates it. Output at that very moment may be
-lost. So is output that a full disk does not accept, which does not end the job.
+lost. So is output that a full disk does not accept (``drop_output_if_full``).
 """
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
-import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from penstock.core.errors import NO_SPACE_ERRNOS, free_space_bytes
+from penstock.core.errors import free_space_bytes
 from penstock.core.files import open_regular
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 _SUMMARY: Final = re.compile(r"Penstock  +(rank \d+: )?\d+ optimizer steps? in ")
 _CONTROL_CHARACTERS: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -44,35 +39,6 @@ def rotate(path: str, *, most_bytes: int) -> bool:
     except OSError:
         return False
     return True
-
-
-class _DroppingFile(io.FileIO):
-    """File that drops output for which a full disk has no space."""
-
-    def write(self, data: ReadableBuffer, /) -> int | None:  # type: ignore[override]
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno not in NO_SPACE_ERRNOS:
-                raise
-            return memoryview(data).nbytes
-
-
-def drop_output_if_full() -> None:
-    """Keep ``print`` from failing in this process when the disk of its log is full."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper):
-            stream.flush()
-            raw = _DroppingFile(stream.fileno(), "wb", closefd=False)
-            made = io.TextIOWrapper(
-                raw if stream.write_through else io.BufferedWriter(raw),
-                encoding=stream.encoding,
-                errors=stream.errors,
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            )
-            setattr(sys, name, made)
 
 
 def disk_is_full(path: str) -> bool:

@@ -58,10 +58,6 @@ _MOVING: Final = (
 class SlotFact:
     """The outcome of one slot of the plan."""
 
-    module: str
-    """Path of the module that saved it; ``""`` is the root."""
-    ordinal: int
-    """0-based index among the tensors that the module saved."""
     nbytes: int
     action: str
     """Action of the plan: ``"keep"``, ``"offload"``, ..."""
@@ -69,8 +65,6 @@ class SlotFact:
     """Tier that holds it; ``""`` for a resident slot."""
     reason: str = ""
     """Reason of the action. Slots are grouped by the part before a semicolon."""
-    times_missed: int = 0
-    """Number of times that it was needed before a prefetch had begun, if known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +153,7 @@ def summarize(totals: Totals, facts: RunFacts, steps: Iterable[StepTotals] = ())
         triggers_moved=totals.counters.get(MOVED_EARLIER, 0),
         window_grown_bytes=totals.counters.get(WINDOW_GROWN, 0),
         recomputed=_recompute_line(totals),
-        misses=max(totals.counted(MISSES), sum(slot.times_missed for slot in facts.slots)),
+        misses=totals.counted(MISSES),
         fallbacks=sum(totals.counted(name) for name in FALLBACKS),
         counters=dict(sorted(totals.counters.items())),
         ssd_written_bytes=written,

@@ -79,7 +79,7 @@ def render(summary: SummaryValues) -> RenderableType:
     return Group(*parts)
 
 
-def grid(title: str, columns: Sequence[str], *, first: int = 1) -> Table:
+def grid(title: str | None, columns: Sequence[str], *, first: int = 1) -> Table:
     """Return an empty table: the ``first`` columns are names, the others numbers."""
     table = Table(
         title=title,
@@ -100,6 +100,14 @@ def grid(title: str, columns: Sequence[str], *, first: int = 1) -> Table:
 def add_row(table: Table, *cells: str | Text) -> None:
     """Add a row literally: a bracket in a module's path is not markup."""
     table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def text_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """Return a table of names without a title."""
+    table = grid(None, columns, first=len(columns))
+    for row in rows:
+        add_row(table, *row)
+    return table
 
 
 def percent(share: float) -> str:

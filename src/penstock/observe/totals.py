@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -96,19 +96,10 @@ class Totals:
             "t_ns": self.start_ns,
             "dur_ns": self.elapsed_ns,
             "flows": [
-                {
-                    "stage": str(stage),
-                    "tier": tier,
-                    "count": flow.count,
-                    "nbytes": flow.nbytes,
-                    "busy_ns": flow.busy_ns,
-                }
+                {"stage": str(stage), "tier": tier, **_plain(flow)}
                 for (stage, tier), flow in self.flows.items()
             ],
-            "stalls": {
-                str(cause): {"count": stall.count, "total_ns": stall.total_ns}
-                for cause, stall in self.stalls.items()
-            },
+            "stalls": {str(cause): _plain(stall) for cause, stall in self.stalls.items()},
             "counters": dict(self.counters),
             "memory": {
                 name: {
@@ -143,18 +134,10 @@ def step_from_json(record: Mapping[str, Any]) -> StepTotals:
         start_ns=start_ns,
         end_ns=start_ns + took_ns,
         flows=MappingProxyType(
-            {
-                (Stage(one["stage"]), str(one["tier"])): Flow(
-                    count=int(one["count"]), nbytes=int(one["nbytes"]), busy_ns=int(one["busy_ns"])
-                )
-                for one in record["flows"]
-            }
+            {(Stage(one["stage"]), str(one["tier"])): _parsed(Flow, one) for one in record["flows"]}
         ),
         stalls=MappingProxyType(
-            {
-                cause: Stall(count=int(one["count"]), total_ns=int(one["total_ns"]))
-                for cause, one in record["stalls"].items()
-            }
+            {cause: _parsed(Stall, one) for cause, one in record["stalls"].items()}
         ),
         counters=MappingProxyType({name: int(n) for name, n in record["counters"].items()}),
         memory=MappingProxyType(
@@ -186,15 +169,15 @@ def summed(steps: Sequence[StepTotals]) -> Totals:
     memory: dict[str, MemoryUse] = {}
     for one in (step.totals for step in steps):
         for key, flow in one.flows.items():
-            flows[key] = _added(flows.get(key, Flow()), flow)
+            flows[key] = _sum(flow, flows.get(key, Flow()))
         for cause, stall in one.stalls.items():
-            stalls[cause] = _added(stalls.get(cause, Stall()), stall)
+            stalls[cause] = _sum(stall, stalls.get(cause, Stall()))
         for name, amount in one.counters.items():
             counters[name] = counters.get(name, 0) + amount
         for name, use in one.memory.items():
             before = memory.get(name, MemoryUse())
             memory[name] = replace(
-                _added(before, use),
+                _sum(use, before),
                 current_bytes=use.current_bytes,
                 peak_bytes=max(before.peak_bytes, use.peak_bytes),
             )
@@ -208,15 +191,6 @@ def summed(steps: Sequence[StepTotals]) -> Totals:
     )
 
 
-_Summable = TypeVar("_Summable", Flow, Stall, MemoryUse)
-
-
-def _added(one: _Summable, other: _Summable) -> _Summable:
-    """Add two values field by field."""
-    names = (field.name for field in fields(one))
-    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in names})
-
-
 def between(start: Totals, end: Totals, peaks: Mapping[str, int]) -> Totals:
     """Return the difference of two totals of one recorder.
 
@@ -225,55 +199,46 @@ def between(start: Totals, end: Totals, peaks: Mapping[str, int]) -> Totals:
         end: The later totals.
         peaks: Highest level of each memory in between, which the totals do not contain.
     """
+    gains = {name: n - start.counters.get(name, 0) for name, n in end.counters.items()}
+    memory = {
+        name: replace(
+            _sum(use, start.memory.get(name, MemoryUse()), -1),
+            current_bytes=use.current_bytes,
+            peak_bytes=peaks[name],
+        )
+        for name, use in end.memory.items()
+    }
     return Totals(
         start_ns=start.end_ns,
         end_ns=end.end_ns,
-        flows=_flows_between(start, end),
-        stalls=_stalls_between(start, end),
-        counters=_counters_between(start, end),
-        memory=_memory_between(start, end, peaks),
+        flows=_increases(start.flows, end.flows, Flow()),
+        stalls=_increases(start.stalls, end.stalls, Stall()),
+        counters=MappingProxyType({name: gain for name, gain in gains.items() if gain}),
+        memory=MappingProxyType(memory),
     )
 
 
-def _flows_between(start: Totals, end: Totals) -> Mapping[tuple[Stage, str], Flow]:
-    flows = {}
-    for key, flow in end.flows.items():
-        before = start.flows.get(key, Flow())
-        if flow.count > before.count:
-            flows[key] = Flow(
-                count=flow.count - before.count,
-                nbytes=flow.nbytes - before.nbytes,
-                busy_ns=flow.busy_ns - before.busy_ns,
-            )
-    return MappingProxyType(flows)
+_Key = TypeVar("_Key")
+_Counted = TypeVar("_Counted", Flow, Stall)
+_Summable = TypeVar("_Summable", Flow, Stall, MemoryUse)
 
 
-def _stalls_between(start: Totals, end: Totals) -> Mapping[str, Stall]:
-    stalls = {}
-    for cause, stall in end.stalls.items():
-        before = start.stalls.get(cause, Stall())
-        if stall.count > before.count:
-            stalls[cause] = Stall(
-                count=stall.count - before.count, total_ns=stall.total_ns - before.total_ns
-            )
-    return MappingProxyType(stalls)
+def _increases(
+    start: Mapping[_Key, _Counted], end: Mapping[_Key, _Counted], nothing: _Counted
+) -> Mapping[_Key, _Counted]:
+    found = {key: _sum(each, start.get(key, nothing), -1) for key, each in end.items()}
+    return MappingProxyType({key: each for key, each in found.items() if each.count})
 
 
-def _counters_between(start: Totals, end: Totals) -> Mapping[str, int]:
-    gains = {name: n - start.counters.get(name, 0) for name, n in end.counters.items()}
-    return MappingProxyType({name: gain for name, gain in gains.items() if gain})
+def _sum(one: _Summable, other: _Summable, sign: int = 1) -> _Summable:
+    """Add two values, or subtract the second, field by field."""
+    names = one.__slots__
+    return type(one)(**{name: getattr(one, name) + sign * getattr(other, name) for name in names})
 
 
-def _memory_between(
-    start: Totals, end: Totals, peaks: Mapping[str, int]
-) -> Mapping[str, MemoryUse]:
-    memory = {}
-    for name, use in end.memory.items():
-        before = start.memory.get(name, MemoryUse())
-        memory[name] = MemoryUse(
-            current_bytes=use.current_bytes,
-            peak_bytes=peaks[name],
-            area_byte_ns=use.area_byte_ns - before.area_byte_ns,
-            observed_ns=use.observed_ns - before.observed_ns,
-        )
-    return MappingProxyType(memory)
+def _plain(one: Flow | Stall) -> dict[str, int]:
+    return {name: getattr(one, name) for name in one.__slots__}
+
+
+def _parsed(kind: type[_Counted], record: Mapping[str, Any]) -> _Counted:
+    return kind(**{name: int(record[name]) for name in kind.__slots__})

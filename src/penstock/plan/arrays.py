@@ -33,6 +33,10 @@ class StepArrays:
     """Bytes below the floor that are alive at the event."""
     small_at_save: Integers
     """Bytes below the floor that are alive at the save, per slot."""
+    small_at_use: Integers
+    """Bytes below the floor that are alive at the use, per slot."""
+    save_place: Integers
+    """Index of the event that saves the slot, per slot."""
     use_place: Integers
     """Index of the event that uses the slot, per slot; the number of events where none does."""
     free_place: Integers
@@ -83,6 +87,8 @@ def step_arrays(
         sizes=of_slot,
         small=np.where(save, beside_save[slot], beside_use[slot]),
         small_at_save=beside_save,
+        small_at_use=beside_use,
+        save_place=_places(slot, save, len(of_slot)),
         use_place=_places(slot, use, len(of_slot)),
         free_place=_places(slot, free, len(of_slot)),
     )

@@ -1,4 +1,4 @@
-"""Lower bounds on the step time of any plan: with unlimited memory, and within budgets.
+"""Lower bound on the waits and the recomputation of a step, whatever its plan.
 
 [Note: lower bound of a step]
     Consider one moment. Of the bytes that would be on the device then if everything stayed, those that
@@ -12,16 +12,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.plan.convolution import with_algorithms
-from penstock.plan.machine import Budgets, Machine
-from penstock.plan.problem import PlanningProblem
-from penstock.plan.profile import Event, Profile
+import numpy as np
 
-_NEVER_NS: Final = float("inf")
+from penstock.plan.machine import Machine
+from penstock.plan.problem import PlanningProblem
+from penstock.plan.profile import Profile
+from penstock.plan.residency import Residents
+
+NEVER_NS: Final = float("inf")
+"""Time of what the tiers have no room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class TierRates:
         if nbytes <= 0:
             return 0.0
         if nbytes > host_bytes + flash_bytes:
-            return _NEVER_NS
+            return NEVER_NS
         both = self.host if self.over_link else self.host + self.flash
         took_s = max(
             nbytes / both,
@@ -60,37 +62,14 @@ def rates(machine: Machine) -> tuple[TierRates, TierRates]:
     )
 
 
-def oracle_ns(profile: Profile, machine: Machine) -> int:
-    """Return the step time with unlimited memory: the fastest convolutions and no waits."""
-    fast = with_algorithms(profile, machine, ())
-    begins = [one.start_ns for one in fast.passes] + [one.start_ns for one in fast.operators]
-    ends = [one.end_ns for one in fast.passes] + [one.end_ns for one in fast.operators]
-    return max(ends, default=0) - min(begins, default=0)
-
-
-def min_step_ns(profile: Profile, machine: Machine, budgets: Budgets) -> int:
-    """Return a step time that no plan within these budgets can beat in a replay.
-
-    Args:
-        profile: The step.
-        machine: The machine that it runs on.
-        budgets: The memory that a plan may use.
-    """
-    ideal_ns = oracle_ns(profile, machine)
-    case = PlanningProblem(profile, machine, budgets)
-    moment = peak_moment(case) if len(profile.passes) == 1 else None
-    if moment is None:
-        return ideal_ns
-    slack_ns = 2 * len(profile.slots)  # a replay rounds times
-    return max(ideal_ns, int(ideal_ns + moment.least_ns(case) - slack_ns))
-
-
 @dataclass(frozen=True, slots=True)
 class PeakMoment:
     """The time at which most bytes would be on the device if everything stayed."""
 
     resident: frozenset[int]
     """Slots that would be on the device then."""
+    unneeded: frozenset[int]
+    """Those of them that are not needed any more."""
     over_bytes: int
     """Bytes by which they exceed the budget."""
     before_ns: int
@@ -99,36 +78,19 @@ class PeakMoment:
     """Time until the last of them is needed."""
     unread_bytes: int
     """Bytes of them that are never read back: they are not needed again, or are held elsewhere."""
-    again: tuple[tuple[float, int], ...]
-    """(ns per byte, bytes) of those that can be recomputed, cheapest first."""
     ratio: float
     """Best compression ratio of any codec; at most 1."""
-
-    def least_ns(self, case: PlanningProblem) -> float:
-        """Return the least time of waits and recomputation, over all splits between the two."""
-        low, high = 0, min(self.over_bytes, sum(nbytes for _, nbytes in self.again))
-        while high - low > 2:  # the time is convex in the recomputed bytes
-            third = (high - low) // 3
-            if self._took_ns(low + third, case) <= self._took_ns(high - third, case):
-                high -= third
-            else:
-                low += third
-        took_ns = min(self._took_ns(again, case) for again in range(low, high + 1))
-        return 0.0 if took_ns == _NEVER_NS else took_ns
-
-    def _took_ns(self, again_bytes: int, case: PlanningProblem) -> float:
-        return self.took_ns(again_bytes, _cost_ns(self.again, again_bytes), case)
 
     def took_ns(self, again_bytes: int, again_ns: float, case: PlanningProblem) -> float:
         """Return the least time of waits and recomputation if ``again_bytes`` take ``again_ns`` again."""
         out, back = rates(case.machine)
         ratio, budgets = self.ratio, case.budgets
         room = [
-            one / ratio if ratio else _NEVER_NS for one in (budgets.host_bytes, budgets.flash_bytes)
+            one / ratio if ratio else NEVER_NS for one in (budgets.host_bytes, budgets.flash_bytes)
         ]
         offloaded_bytes = self.over_bytes - again_bytes
         if offloaded_bytes > sum(room):
-            return _NEVER_NS
+            return NEVER_NS
         written_ns = ratio * out.took_ns(offloaded_bytes, *room)
         read_ns = ratio * back.took_ns(offloaded_bytes - self.unread_bytes, *room)
         return max(0.0, written_ns - self.before_ns) + max(again_ns, read_ns - self.after_ns)
@@ -136,25 +98,20 @@ class PeakMoment:
 
 def peak_moment(case: PlanningProblem) -> PeakMoment | None:
     """Return the moment at which most would be resident; None if everything fits."""
-    profile, given = case.profile, case.given
-    slots = profile.slots
-    alive, resident = 0, set[int]()
-    most, best = case.budgets.device_bytes, None
-    for place, (_, event, i) in enumerate(profile.steps):
-        if event is Event.FREE:
-            alive -= slots[i].key.nbytes
-            continue
-        if event is Event.SAVE:
-            alive += slots[i].key.nbytes
-        if alive + given.small_at(event, i) > most:
-            most, best = alive + given.small_at(event, i), place
-    if best is None:
+    profile, given, steps = case.profile, case.given, case.profile.arrays
+    slots, device_bytes = profile.slots, case.budgets.device_bytes
+    everything = Residents(profile, bytearray(len(slots)))
+    small = np.where(
+        steps.save,
+        given.arrays.small_at_save[steps.slot],
+        given.arrays.small_at_use[steps.slot],
+    )
+    alive = np.where(steps.free, 0, everything.kept_bytes + small)
+    most = int(np.max(alive, initial=0))
+    if most <= device_bytes:
         return None
-    for _, event, i in profile.steps[: best + 1]:
-        if event is Event.SAVE:
-            resident.add(i)
-        elif event is Event.FREE:
-            resident.discard(i)
+    best = int(np.argmax(alive))
+    resident = set(everything.kept.at(best).tolist())
     now_ns = profile.steps[best][0]
     needs = {
         i: need for i in resident if (need := slots[i].needed_at_ns) is not None and need > now_ns
@@ -162,44 +119,13 @@ def peak_moment(case: PlanningProblem) -> PeakMoment | None:
     unread = (i for i in resident if i not in needs or slots[i].held_elsewhere)
     return PeakMoment(
         resident=frozenset(resident),
-        over_bytes=most - case.budgets.device_bytes,
+        unneeded=frozenset(resident.difference(needs)),
+        over_bytes=most - device_bytes,
         before_ns=now_ns - min(slots[i].saved_at_ns for i in resident),
         after_ns=max(needs.values(), default=now_ns) - now_ns,
         unread_bytes=sum(slots[i].key.nbytes for i in unread),
-        again=tuple(sorted(_again(case, resident, resident.difference(needs)))),
         ratio=_least_ratio(profile),
     )
-
-
-def _again(
-    case: PlanningProblem, resident: set[int], unneeded: set[int]
-) -> Iterator[tuple[float, int]]:
-    """Return (least ns per byte, bytes) of each resident slot that can be recomputed."""
-    slots = case.profile.slots
-    least: dict[int, float] = {}
-    for path, module in case.recomputing.modules.items():
-        of_pass: dict[int, int] = {}
-        indices = [i for g in module.groups for i in case.groups[g].indices]
-        for i in indices:
-            index = slots[i].pass_index
-            of_pass[index] = of_pass.get(index, 0) + slots[i].key.nbytes
-        for i in resident.intersection(indices):
-            index = slots[i].pass_index
-            each_ns = case.recomputing.forward_ns(path, index) / of_pass[index]
-            if i in unneeded:
-                each_ns = 0.0
-            least[i] = min(each_ns, least.get(i, each_ns))
-    return ((each_ns, slots[i].key.nbytes) for i, each_ns in least.items())
-
-
-def _cost_ns(again: Iterable[tuple[float, int]], nbytes: int) -> float:
-    total_ns = 0.0
-    for each_ns, size in again:
-        total_ns += each_ns * min(size, nbytes)
-        nbytes -= size
-        if nbytes <= 0:
-            break
-    return total_ns
 
 
 def _least_ratio(profile: Profile) -> float:

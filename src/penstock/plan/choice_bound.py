@@ -15,7 +15,7 @@ from penstock.plan.arrays import Integers, StepArrays
 from penstock.plan.assembly import samples_of
 from penstock.plan.bound import TierRates, rates
 from penstock.plan.problem import Choice, PlanningProblem
-from penstock.plan.residency import OFFLOADED, ResidentBytes, first_uses, flow
+from penstock.plan.residency import OFFLOADED, Residents
 
 
 def min_step_ns(case: PlanningProblem, choice: Choice) -> int:
@@ -35,7 +35,7 @@ def min_step_ns(case: PlanningProblem, choice: Choice) -> int:
     waits_ns = 0.0
     if OFFLOADED in mask and len(profile.passes) == 1:
         ratio = min([1.0, *(sample.ratio for sample in samples_of(case, choice).values())])
-        found = flow(profile, mask, case.segments(choice))
+        found = Residents(profile, mask, case.segments(choice))
         walk = _Walk(case, choice, found, profile.arrays, ratio)
         waits_ns = walk.written_ns() + max(0.0, walk.read_ns(again_ns) - again_ns)
     return end_ns - begin_ns + again_ns + max(0, int(waits_ns) - 2 * len(profile.slots))
@@ -47,7 +47,7 @@ class _Walk:
 
     case: PlanningProblem
     choice: Choice
-    flow: ResidentBytes
+    residents: Residents
     steps: StepArrays
     ratio: float
 
@@ -60,7 +60,7 @@ class _Walk:
     def _room(self) -> Integers:
         """Bytes free beside the kept ones at each event, before anything is recomputed."""
         steps = self.steps
-        return self.case.budgets.device_bytes - self.flow.kept - steps.small
+        return self.case.budgets.device_bytes - self.residents.kept_bytes - steps.small
 
     def _on_flash(self) -> Integers:
         """Return an array over slots: 1 on flash, 0 elsewhere."""
@@ -71,7 +71,7 @@ class _Walk:
         """Return a lower bound on forward's waits for writes."""
         turn, steps = self._turn, self.steps
         save = steps.save[:turn]
-        gone = np.where(save & (self.flow.fate[:turn] == OFFLOADED), steps.nbytes[:turn], 0)
+        gone = np.where(save & (self.residents.fate[:turn] == OFFLOADED), steps.nbytes[:turn], 0)
         if not gone.any():
             return 0.0
         on_flash = np.cumsum(gone * self._on_flash()[steps.slot[:turn]])
@@ -83,14 +83,14 @@ class _Walk:
 
     def read_ns(self, again_ns: int) -> float:
         """Return a lower bound on the time added to backward, recomputation included."""
-        turn, steps, flow = self._turn, self.steps, self.flow
+        turn, steps, first = self._turn, self.steps, self.residents.comes
         if turn == steps.count:
             return again_ns
         before = np.zeros(len(steps.sizes), np.bool_)
         before[steps.slot[:turn][steps.save[:turn]]] = True
         slots = self.case.profile.slots
         before &= ~np.fromiter((slot.held_elsewhere for slot in slots), np.bool_, len(slots))
-        comes = np.where(before & (flow.comes >= turn), flow.comes, steps.count)
+        comes = np.where(before & (first >= turn), first, steps.count)
         sizes = [
             np.bincount(comes, weights, steps.count + 1)[turn:-1] for weights in self._weights()
         ]
@@ -107,13 +107,9 @@ class _Walk:
 
     def _again_ns(self) -> Integers:
         """Return the recomputation time at each event."""
-        case, found = self.case, np.zeros(self.steps.count + 1, np.int64)
-        for path in self.choice.recomputed:
-            segments = case.recomputing.segments((path,))
-            for one, first in zip(segments, first_uses(self.steps, segments), strict=True):
-                if one.slots:
-                    index = case.profile.slots[one.slots[0]].pass_index
-                    found[first] += case.recomputing.forward_ns(path, index)
+        found = np.zeros(self.steps.count + 1, np.int64)
+        took = [one.took_ns for one in self.case.segments(self.choice)]
+        np.add.at(found, self.residents.first_uses, np.array(took, np.int64))
         return found[:-1]
 
 

@@ -17,7 +17,7 @@ from penstock.plan.algorithms import MAX_PARTS, Algorithm, fastest, least_for_ti
 from penstock.plan.machine import Machine
 from penstock.plan.operators import Operator, WorkspaceLimit
 from penstock.plan.profile import Event, Profile, Transient
-from penstock.plan.residency import KEPT, Mask
+from penstock.plan.residency import Mask, Residents
 from penstock.plan.time_map import TimeMap
 
 Limits: TypeAlias = tuple[WorkspaceLimit, ...]
@@ -54,13 +54,14 @@ def with_algorithms(profile: Profile, machine: Machine, limits: Limits) -> Profi
         machine: The machine; without its ``compute`` the profile is returned as it is.
         limits: Workspace limits of some of its convolutions.
     """
-    if machine.compute is None or not any(one.convolution for one in profile.operators):
+    if machine.compute is None or not profile.operators:
         return profile
     key = (machine.compute, limits)
-    known = profile.derived.get(key)
+    known: Profile | None = profile.derived.get(key)
     if known is None:
         by_kind = {(one.module, one.backward): one for one in limits}
-        known = profile.derived[key] = _computed(profile, _runs(profile, machine, by_kind))
+        runs = _runs(profile, machine, by_kind)
+        known = profile.derived[key] = _computed(profile, runs) if runs else profile
     return known
 
 
@@ -70,11 +71,14 @@ def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
     )
     beside = _workspace_beside(profile, runs) if _whole_device(profile) else None
     slots = tuple(
-        slot.moved(
-            clock(slot.saved_at_ns),
-            None if slot.needed_at_ns is None else clock(slot.needed_at_ns),
-            slot.small_bytes if beside is None else small + beside[Event.SAVE][i],
-            slot.small_bytes_at_need if beside is None else at_need + beside[Event.USE][i],
+        replace(
+            slot,
+            saved_at_ns=clock(slot.saved_at_ns),
+            needed_at_ns=None if slot.needed_at_ns is None else clock(slot.needed_at_ns),
+            small_bytes=slot.small_bytes if beside is None else small + beside[Event.SAVE][i],
+            small_bytes_at_need=(
+                slot.small_bytes_at_need if beside is None else at_need + beside[Event.USE][i]
+            ),
         )
         for i, (slot, small, at_need) in enumerate(
             zip(profile.slots, profile.small_beside, profile.small_at_need, strict=True)
@@ -194,7 +198,9 @@ def _rooms(profile: Profile, machine: Machine, mask: Mask, device_bytes: int) ->
     """Return the bytes free for the workspace of each convolution; of several calls the fewest."""
     everything = leanest(profile, machine)
     spare = with_algorithms(profile, machine, everything)
-    times, needs = _needs(spare, mask)
+    events = ~spare.arrays.free
+    times: list[int] = spare.arrays.at_ns[events].tolist()
+    needs: list[int] = Residents(spare, mask).need_bytes[events].tolist()
     rooms: dict[_Kind, int] = {}
     for run in _runs(profile, machine, {(one.module, one.backward): one for one in everything}):
         first = max(0, bisect_right(times, run.start_ns) - 1)
@@ -205,29 +211,6 @@ def _rooms(profile: Profile, machine: Machine, mask: Mask, device_bytes: int) ->
         room = max(0, device_bytes - max(beside, default=spare.small_bytes))
         rooms[run.kind] = min(room, rooms.get(run.kind, room))
     return rooms
-
-
-def _needs(profile: Profile, mask: Mask) -> tuple[list[int], list[int]]:
-    """Return the times of saves and uses, and the resident bytes at each that no wait can free."""
-    times, needs = [], []
-    kept = in_use = 0
-    for when_ns, event, i in profile.steps:
-        nbytes = profile.slots[i].key.nbytes
-        if event is Event.SAVE:
-            kept += nbytes
-            needs.append(kept + in_use + profile.small_beside[i])
-            kept -= 0 if mask[i] == KEPT else nbytes
-        elif event is Event.USE:
-            in_use += 0 if mask[i] == KEPT else nbytes
-            needs.append(kept + in_use + profile.small_at_need[i])
-        elif mask[i] == KEPT:
-            kept -= nbytes
-            continue
-        else:
-            in_use -= nbytes if profile.slots[i].needed_at_ns is not None else 0
-            continue
-        times.append(when_ns)
-    return times, needs
 
 
 def _whole_device(profile: Profile) -> bool:

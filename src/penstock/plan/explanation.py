@@ -15,7 +15,7 @@ from penstock.plan.plan import INFEASIBLE
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.profile import CodecSample, Profile
 from penstock.plan.recompute_sets import RecomputableModule
-from penstock.plan.residency import Mask, ResidencyModel, Segment, resident_at
+from penstock.plan.residency import Mask, ResidencyModel, Segment, resident_at_worst
 from penstock.plan.window import least_window, returning
 
 MAX_NAMED_SLOTS: Final = 3
@@ -115,7 +115,7 @@ def _resident_text(
 ) -> str:
     """List the device's contents at the peak: the largest slots, and bytes outside of slots."""
     slots = case.profile.slots
-    resident = resident_at(case.profile, mask, segments, need.hard_bytes)
+    resident = resident_at_worst(case.profile, mask, segments)
     resident.sort(key=lambda i: (-slots[i].key.nbytes, i))
     named = [str(slots[i].key) for i in resident[:MAX_NAMED_SLOTS]]
     rest = need.hard_bytes - sum(slots[i].key.nbytes for i in resident)

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from penstock.plan.check import peak_bytes
+from penstock.plan.convolution import with_algorithms
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 from penstock.plan.replay import replay
+from penstock.plan.replay.moves import moves_of
+from penstock.plan.replay.recompute import recomputed_segments
+from penstock.plan.residency import residency
 
 _ROUNDS: Final = 8
 """Largest number of attempts. Given more memory a policy may choose differently and need slightly more
@@ -41,8 +44,16 @@ def min_budget(
         plan = policy(profile, machine, budgets)
         if plan.feasible and replay(profile, plan, machine).feasible:
             return budgets.device_bytes
-        needed = peak_bytes(profile, plan, machine)
+        needed = hard_bytes(profile, plan, machine)
         if needed <= budgets.device_bytes:  # a tier is too small, not the device
             return None
         budgets = replace(budgets, device_bytes=needed)
     return None
+
+
+def hard_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
+    """Return the smallest device budget that a plan's decisions can run in, however long the waits."""
+    profile = with_algorithms(profile, machine, plan.workspace_limits)
+    action = moves_of(profile, plan, machine).action
+    segments = recomputed_segments(profile, plan, action)
+    return residency(profile, action, segments).hard_bytes

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.plan.arrays import Integers
 from penstock.plan.convolution import Limits, leanest, stepped_down, with_algorithms
 from penstock.plan.encoding import best
-from penstock.plan.groups import SlotGroup, groups_of, need_order
+from penstock.plan.groups import SlotGroup, need_order
 from penstock.plan.layers import Layer, layers_of
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import least_bytes
@@ -107,7 +107,7 @@ class PlanningProblem:
     @cached_property
     def groups(self) -> tuple[SlotGroup, ...]:
         """Groups of slots that share a decision, in the order of saving."""
-        return groups_of(self.profile)
+        return self.recomputing.groups
 
     @property
     def indices(self) -> range:
@@ -151,7 +151,7 @@ class PlanningProblem:
     @cached_property
     def recomputing(self) -> RecomputeChoices:
         """Modules and recipes that can be recomputed."""
-        return RecomputeChoices(self.profile, self.groups)
+        return RecomputeChoices.of(self.profile)
 
     @cached_property
     def need_order(self) -> tuple[SlotKey, ...]:

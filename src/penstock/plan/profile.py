@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.core.errors import PlanError
 from penstock.plan import serial
@@ -116,30 +116,6 @@ class SlotProfile:
     makes its storage, the others change that in place. Empty: there is no recipe."""
     source: int | None = None
     """Index of the slot, of the same pass, that the first module of ``recipe`` is called with."""
-
-    def moved(
-        self,
-        saved_at_ns: int,
-        needed_at_ns: int | None,
-        small_bytes: int | None,
-        small_bytes_at_need: int | None,
-    ) -> SlotProfile:
-        """Return this slot with other times and other bytes beside it. Quicker than ``replace``."""
-        return SlotProfile(
-            self.key,
-            self.pass_index,
-            saved_at_ns,
-            needed_at_ns,
-            self.kind,
-            self.held_elsewhere,
-            self.dtype,
-            small_bytes,
-            self.codecs,
-            self.producer,
-            small_bytes_at_need,
-            self.recipe,
-            self.source,
-        )
 
     @property
     def idle_ns(self) -> int | None:
@@ -297,8 +273,8 @@ class Profile:
         return tuple(slot.key.match_key for slot in self.slots)
 
     @cached_property
-    def derived(self) -> dict[object, Profile]:
-        """Cache of profiles made from this one, by what was changed, because some take long to make."""
+    def derived(self) -> dict[object, Any]:
+        """Cache of what was made from this profile and takes long to make."""
         return {}
 
     @cached_property

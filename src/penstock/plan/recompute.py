@@ -12,11 +12,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Final
 
-from penstock.plan.groups import SlotGroup
+from penstock.plan.groups import SlotGroup, groups_of
 from penstock.plan.operators import Operator
 from penstock.plan.profile import Event, Profile
 from penstock.plan.recipes import (
@@ -40,15 +40,22 @@ def inside(path: str, module: str) -> bool:
 class RecomputeChoices:
     """Modules and recipes of a profile that can be recomputed; none without operators.
 
-    Args:
-        profile: The step.
-        groups: Its slots by decision.
+    Attributes:
+        groups: The profile's slots by decision.
     """
 
-    def __init__(self, profile: Profile, groups: Sequence[SlotGroup]) -> None:
+    def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._groups = groups
+        self.groups = groups_of(profile)
         self._known_segments: dict[str, tuple[Segment, ...]] = {}
+
+    @staticmethod
+    def of(profile: Profile) -> RecomputeChoices:
+        """Return the choices of a profile; cached in ``Profile.derived``."""
+        found: RecomputeChoices | None = profile.derived.get(RecomputeChoices)
+        if found is None:
+            found = profile.derived[RecomputeChoices] = RecomputeChoices(profile)
+        return found
 
     @cached_property
     def consumers(self) -> tuple[Operator | None, ...]:
@@ -79,29 +86,38 @@ class RecomputeChoices:
         return {**self._whole_modules, **self._recipes}
 
     @cached_property
-    def _whole_modules(self) -> dict[str, RecomputableModule]:
+    def _made(self) -> dict[str, list[int]]:
+        """Groups that each module makes when it runs again, without the root."""
         made: dict[str, list[int]] = {}
-        for g, group in enumerate(self._groups):
+        for g, group in enumerate(self.groups):
             for module in self._makers(group):
                 made.setdefault(module, []).append(g)
+        return {
+            path: groups
+            for path, groups in made.items()
+            if all(
+                (path, self._profile.slots[i].pass_index) in self._calls for i in self._of(groups)
+            )
+        }
+
+    @cached_property
+    def _whole_modules(self) -> dict[str, RecomputableModule]:
         return {
             path: RecomputableModule(
                 path,
                 tuple(groups),
                 self._bytes(groups),
-                self._all_forwards_ns(path),
+                sum(self._forward_ns.get((path, one.index), 0) for one in self._profile.passes),
                 tuple(dict.fromkeys(self._group_of[i] for i in self._inputs[path])),
             )
-            for path, groups in made.items()
-            if path in self._inputs
-            and path not in self._profile.unrepeatable
-            and self._runs_wherever_it_saves(path, groups)
+            for path, groups in self._made.items()
+            if path in self._inputs and path not in self._profile.unrepeatable
         }
 
     @cached_property
     def _recipes(self) -> dict[str, RecomputableModule]:
         found: dict[str, RecomputableModule] = {}
-        for g, group in enumerate(self._groups):
+        for g, group in enumerate(self.groups):
             slots = [self._profile.slots[i] for i in group.indices]
             members = slots[0].recipe
             if not members or group.held_elsewhere or any(one.recipe != members for one in slots):
@@ -123,7 +139,7 @@ class RecomputeChoices:
 
     @cached_property
     def _group_of(self) -> dict[int, int]:
-        return {i: g for g, group in enumerate(self._groups) for i in group.indices}
+        return {i: g for g, group in enumerate(self.groups) for i in group.indices}
 
     def _recipe_calls(self, i: int) -> list[tuple[int, int]]:
         slot = self._profile.slots[i]
@@ -132,10 +148,6 @@ class RecomputeChoices:
     def _recipe_ns(self, i: int) -> int:
         """Return the duration of the calls that made a slot."""
         return sum(end_ns - start_ns for start_ns, end_ns in self._recipe_calls(i))
-
-    def _runs_wherever_it_saves(self, path: str, groups: Iterable[int]) -> bool:
-        indices = (i for g in groups for i in self._groups[g].indices)
-        return all((path, self._profile.slots[i].pass_index) in self._calls for i in indices)
 
     @cached_property
     def _inputs(self) -> dict[str, list[int]]:
@@ -151,17 +163,6 @@ class RecomputeChoices:
             for module in readers.difference(makers):
                 found.setdefault(module, []).append(i)
         return found
-
-    def forward_ns(self, path: str, pass_index: int) -> int:
-        """Return the time to recompute a module, or to run all calls of a recipe, in one pass."""
-        if recipe_members(path):
-            slots = self._profile.slots
-            mine = (i for g in self.modules[path].groups for i in self._groups[g].indices)
-            return sum(self._recipe_ns(i) for i in mine if slots[i].pass_index == pass_index)
-        return self._forward_ns.get((path, pass_index), 0)
-
-    def _all_forwards_ns(self, path: str) -> int:
-        return sum(self.forward_ns(path, one.index) for one in self._profile.passes)
 
     @cached_property
     def _forward_ns(self) -> dict[tuple[str, int], int]:
@@ -190,13 +191,19 @@ class RecomputeChoices:
                 within = tuple(path for path in within if inside(other, path))
         return within[:-1]
 
+    def _of(self, groups: Iterable[int]) -> list[int]:
+        """Return the slots of these groups."""
+        return [i for g in groups for i in self.groups[g].indices]
+
     def _bytes(self, groups: Iterable[int]) -> int:
-        return sum(
-            self._profile.slots[i].key.nbytes for g in groups for i in self._groups[g].indices
-        )
+        return sum(self._profile.slots[i].key.nbytes for i in self._of(groups))
 
     def segments(self, recomputed: Iterable[str]) -> tuple[Segment, ...]:
-        """Return the units of recomputation: one per module and pass, one per slot of a recipe."""
+        """Return the units of recomputation: one per module and pass, one per slot of a recipe.
+
+        A module that is not in ``modules`` has some as well if it makes anything, as a user's plan may
+        ask for.
+        """
         return tuple(segment for path in recomputed for segment in self._segments_of(path))
 
     def _segments_of(self, path: str) -> tuple[Segment, ...]:
@@ -208,26 +215,27 @@ class RecomputeChoices:
     def _made_segments(self, path: str) -> Iterator[Segment]:
         slots = self._profile.slots
         members = recipe_members(path)
-        mine_all = [i for g in self.modules[path].groups for i in self._groups[g].indices]
         if members:
-            for i in mine_all:
+            for i in self._of(self._recipes[path].groups if path in self._recipes else ()):
                 source = slots[i].source
                 assert source is not None
                 yield Segment(
                     slots=(i,) if slots[i].needed_at_ns is not None else (),
                     inputs=(source,),
-                    drops=((self._drop_place(members[-1], i, frozenset((i,))), i),),
+                    drops=(self._drop(members[-1], i, frozenset((i,))),),
+                    took_ns=self._recipe_ns(i),
                 )
             return
         made: dict[int, list[int]] = {}
-        for i in mine_all:
+        for i in self._of(self._made.get(path, ())):
             made.setdefault(slots[i].pass_index, []).append(i)
         for index, mine in made.items():
             together = frozenset(mine)
             yield Segment(
                 slots=tuple(i for i in mine if slots[i].needed_at_ns is not None),
-                inputs=tuple(i for i in self._inputs[path] if slots[i].pass_index == index),
-                drops=tuple((self._drop_place(path, i, together), i) for i in mine),
+                inputs=tuple(i for i in self._inputs.get(path, ()) if slots[i].pass_index == index),
+                drops=tuple(self._drop(path, i, together) for i in mine),
+                took_ns=self._forward_ns[path, index],
             )
 
     @cached_property
@@ -235,8 +243,8 @@ class RecomputeChoices:
         """Forward calls of each module, as ``forward_calls`` returns them."""
         return forward_calls(self._profile.operators)
 
-    def _drop_place(self, path: str, i: int, mine: frozenset[int]) -> int:
-        """Return the step before which slot ``i`` is dropped: the first after the call that saved it.
+    def _drop(self, path: str, i: int, mine: frozenset[int]) -> tuple[int, int, int]:
+        """Return when slot ``i`` is dropped, as ``Segment.drops``: after the call that saved it.
 
         Slots that the call saves at its end are saved before any of its slots is dropped.
         """
@@ -249,7 +257,7 @@ class RecomputeChoices:
             at += 1
             if steps[at - 1][1] is Event.SAVE and steps[at - 1][2] in mine:
                 place = at
-        return place
+        return place, i, end_ns
 
     def antichain(self, limit_bytes: float) -> list[RecomputableModule]:
         """Return the largest modules, none inside another, of at most ``limit_bytes`` each."""

@@ -15,16 +15,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.arrays import Integers, StepArrays
-from penstock.plan.profile import Event, Profile
+from penstock.plan.arrays import Flags, Integers, StepArrays
+from penstock.plan.profile import Profile
 
 Mask = bytearray
 """Decision per slot of the profile: ``KEPT``, ``OFFLOADED`` or ``RECOMPUTED``."""
@@ -41,8 +41,11 @@ class Segment:
     """Slots that it recomputes and backward asks for."""
     inputs: tuple[int, ...]
     """Slots that it reads and did not make: they must be on the device while it is recomputed."""
-    drops: tuple[tuple[int, int], ...]
-    """(step, slot): the step before which a slot is dropped, when its module's forward is over."""
+    drops: tuple[tuple[int, int, int], ...]
+    """(step, slot, time in ns): the step before which a slot is dropped, and the end of its module's
+    forward."""
+    took_ns: int = 0
+    """Time to recompute it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,95 +62,161 @@ class ResidencyModel:
     """Most offloaded bytes that one node of backward uses at once."""
 
 
-@dataclass
-class Returned:
-    """Slots that have returned to the device during a walk over the profile's events."""
-
-    sizes: Sequence[int]
-    mask: Mask
-    segments: Sequence[Segment] = ()
-    read: int = 0
-    """Bytes that were read back and are in use."""
-    made: int = 0
-    """Bytes that were recomputed and are in use, or will be."""
-    _resident: bytearray = field(init=False)
-    _freed: bytearray = field(init=False)
-    _once_more: dict[Segment, tuple[int, int]] = field(init=False, default_factory=dict)
-    """(slots that are not freed yet, bytes of inputs that were read once more), by segment."""
-    _segment_of: dict[int, Segment] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._resident = bytearray(len(self.mask))
-        self._freed = bytearray(len(self.mask))
-        self._segment_of = {i: one for one in self.segments for i in one.slots}
-
-    def use(self, i: int) -> list[int]:
-        """Bring slot ``i`` back with all that comes with it, and return the slots that are read."""
-        if self.mask[i] == KEPT or self._resident[i]:
-            return []
-        if self.mask[i] == OFFLOADED:
-            arrived = [i]
-        else:
-            segment = self._segment_of[i]
-            offloaded = [
-                j for j in segment.inputs if self.mask[j] == OFFLOADED and not self._resident[j]
-            ]
-            arrived = [j for j in offloaded if not self._freed[j]]
-            again = sum(self.sizes[j] for j in offloaded if self._freed[j])
-            self._once_more[segment] = len(segment.slots), again
-            self.read += again
-            for j in segment.slots:
-                self._resident[j] = 1
-                self.made += self.sizes[j]
-        for j in arrived:
-            self._resident[j] = 1
-            self.read += self.sizes[j]
-        return arrived
-
-    def resident(self) -> list[int]:
-        """Return the slots that are on the device again."""
-        return [i for i, resident in enumerate(self._resident) if resident]
-
-    def free(self, i: int) -> None:
-        """Free slot ``i``: the node that used it is done."""
-        self._freed[i] = 1
-        if not self._resident[i]:
-            return
-        self._resident[i] = 0
-        if self.mask[i] == OFFLOADED:
-            self.read -= self.sizes[i]
-            return
-        self.made -= self.sizes[i]
-        segment = self._segment_of[i]
-        left, again = self._once_more.pop(segment)
-        if left > 1:
-            self._once_more[segment] = left - 1, again
-        else:
-            self.read -= again
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class ResidentBytes:
-    """Bytes on the device at each event, or per slot where the field says so."""
+class Stays:
+    """Periods for which slots are on the device."""
 
-    fate: npt.NDArray[np.uint8]
-    """Decision for the event's slot."""
-    kept: Integers
-    """Bytes kept, or not dropped yet."""
-    made: Integers
-    """Bytes recomputed that are in use or will be."""
-    small: Integers
-    """Bytes below the floor beside the slot, or while its module is recomputed."""
-    read: Integers
-    """Bytes read back and in use."""
-    comes: Integers
-    """Event per slot that first asks for it, directly or as an input of a recomputed module; the number
-    of events if none does, or if it is not offloaded."""
+    slot: Integers
+    begin: Integers
+    """First event of the period."""
+    end: Integers
+    """First event after it."""
 
-    @property
-    def stays(self) -> Integers:
-        """Bytes that were not read back."""
-        return self.kept + self.made + self.small
+    def bytes_at(self, steps: StepArrays) -> Integers:
+        """Return the bytes of the slots on the device at each event."""
+        found, sizes = np.zeros(steps.count + 1, np.int64), steps.sizes[self.slot]
+        np.add.at(found, self.begin, sizes)
+        np.subtract.at(found, self.end, sizes)
+        return np.cumsum(found[:-1])
+
+    def at(self, place: int) -> Integers:
+        """Return the slots on the device at an event."""
+        return self.slot[(self.begin <= place) & (place < self.end)]
+
+
+class Residents:
+    """Slots on the device at each event, if some are offloaded and those of ``segments`` recomputed.
+
+    Attributes:
+        steps: The profile's events.
+        mask: Decision per slot.
+        first_uses: Event at which each segment is recomputed; the number of events if it never is.
+    """
+
+    def __init__(self, profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> None:
+        self.steps = steps = profile.arrays
+        self.mask: npt.NDArray[np.uint8] = np.frombuffer(mask, np.uint8)
+        self._segments = segments
+        firsts = [
+            min(map(steps.use_place.item, one.slots), default=steps.count) for one in segments
+        ]
+        self.first_uses = np.array(firsts, np.int64)
+
+    def _each(self, slots: Sequence[tuple[int, ...]]) -> tuple[Integers, Integers]:
+        """Return the slots of all segments, and the segment of each."""
+        counts = [len(one) for one in slots]
+        each = np.array([i for one in slots for i in one], np.int64)
+        return each, np.repeat(np.arange(len(slots)), counts)
+
+    @cached_property
+    def fate(self) -> npt.NDArray[np.uint8]:
+        """Decision for each event's slot."""
+        return self.mask[self.steps.slot]
+
+    @cached_property
+    def kept(self) -> Stays:
+        """Slots kept, or not dropped yet."""
+        those = np.flatnonzero(self.mask != OFFLOADED)
+        end = self.steps.free_place.copy()
+        drops = np.array([drop for one in self._segments for drop in one.drops], np.int64).reshape(
+            -1, 3
+        )
+        end[drops[:, 1]] = np.minimum(drops[:, 0], self.steps.count)
+        return Stays(those, self.steps.save_place[those], end[those])
+
+    @cached_property
+    def made(self) -> Stays:
+        """Recomputed slots that are in use or will be."""
+        slots, segment = self._each([one.slots for one in self._segments])
+        return Stays(slots, self.first_uses[segment], self.steps.free_place[slots])
+
+    @cached_property
+    def _inputs(self) -> tuple[Stays, Flags]:
+        """Offloaded inputs of segments while they are needed, and which were freed before."""
+        places, steps = self.steps.free_place.item, self.steps
+        ends = [max(map(places, one.slots), default=0) for one in self._segments]
+        slots, segment = self._each([one.inputs for one in self._segments])
+        those = (self.mask[slots] == OFFLOADED) & (self.first_uses[segment] < steps.count)
+        slots, segment = slots[those], segment[those]
+        begin = self.first_uses[segment]
+        late = begin > steps.free_place[slots]
+        return Stays(slots, begin, np.array(ends, np.int64)[segment]), late
+
+    @cached_property
+    def comes(self) -> Integers:
+        """Event per slot that first asks for it, directly or as an input of a recomputed module.
+
+        It is the number of events if none does, or if the slot is not offloaded.
+        """
+        comes = np.where(self.mask == OFFLOADED, self.steps.use_place, self.steps.count)
+        if self._segments:
+            inputs, late = self._inputs
+            np.minimum.at(comes, inputs.slot[~late], inputs.begin[~late])
+        return comes
+
+    @cached_property
+    def read(self) -> Stays:
+        """Slots read back and in use; an input that had been freed stays until its segment is freed."""
+        slots = np.flatnonzero(self.comes < self.steps.count)
+        begin, end = self.comes[slots], self.steps.free_place[slots]
+        if not self._segments:
+            return Stays(slots, begin, end)
+        inputs, late = self._inputs
+        return Stays(
+            np.concatenate([slots, inputs.slot[late]]),
+            np.concatenate([begin, inputs.begin[late]]),
+            np.concatenate([end, inputs.end[late]]),
+        )
+
+    @cached_property
+    def kept_bytes(self) -> Integers:
+        """Bytes of ``kept`` at each event."""
+        return self.kept.bytes_at(self.steps)
+
+    @cached_property
+    def made_bytes(self) -> Integers:
+        """Bytes of ``made`` at each event."""
+        return self.made.bytes_at(self.steps)
+
+    @cached_property
+    def read_bytes(self) -> Integers:
+        """Bytes of ``read`` at each event."""
+        return self.read.bytes_at(self.steps)
+
+    @cached_property
+    def written_bytes(self) -> Integers:
+        """Bytes at each event that it saves and that will be written."""
+        steps = self.steps
+        return np.where((self.fate == OFFLOADED) & steps.save, steps.nbytes, 0)
+
+    @cached_property
+    def small_bytes(self) -> Integers:
+        """Bytes below the floor beside each event's slot.
+
+        Recomputing a module takes as many as its first run.
+        """
+        steps = self.steps
+        again = [one.slots for one in self._segments if one.slots]
+        if not again:
+            return steps.small
+        each, segment = self._each(again)
+        most = np.zeros(len(again), np.int64)
+        np.maximum.at(most, segment, steps.small_at_save[each])
+        took = np.zeros(len(steps.sizes), np.int64)
+        took[each] = most[segment]
+        return np.where(steps.save, steps.small, np.maximum(steps.small, took[steps.slot]))
+
+    @cached_property
+    def unread_bytes(self) -> Integers:
+        """Bytes on the device at each event that were not read back."""
+        return self.kept_bytes + self.made_bytes + self.small_bytes
+
+    @cached_property
+    def need_bytes(self) -> Integers:
+        """Bytes at each save and use that no wait can free; 0 at others."""
+        need = self.unread_bytes + self.read_bytes + self.written_bytes
+        need[self.steps.free] = 0
+        return need
 
 
 def residency(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> ResidencyModel:
@@ -155,137 +224,25 @@ def residency(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) ->
     steps, floor = profile.arrays, profile.small_bytes
     if not steps.count:
         return ResidencyModel(floor, -1, floor, 0)
-    found = flow(profile, mask, segments)
-    fate, stays, read = found.fate, found.stays, found.read
-    need = stays + read + np.where((fate == OFFLOADED) & steps.save, steps.nbytes, 0)
-    need[steps.free] = 0
-    at = int(np.argmax(need))
+    found = Residents(profile, mask, segments)
+    need = found.need_bytes
+    at, moved = int(np.argmax(need)), steps.use & (found.fate != KEPT)
     return ResidencyModel(
         hard_bytes=max(floor, int(need[at])),
         worst=int(steps.slot[at]) if need[at] > floor else -1,
-        kept_bytes=int(np.max(stays, initial=floor, where=steps.use)),
-        working_bytes=int(np.max(read, initial=0, where=steps.use & (fate != KEPT))),
+        kept_bytes=int(np.max(found.unread_bytes, initial=floor, where=steps.use)),
+        working_bytes=int(np.max(found.read_bytes, initial=0, where=moved)),
     )
 
 
-def flow(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> ResidentBytes:
-    """Return the bytes on the device at every event: a vectorized ``Returned``."""
-    steps, by_slot = profile.arrays, np.frombuffer(mask, np.uint8)
-    fate = by_slot[steps.slot]
-    staying = np.where(fate == KEPT, steps.nbytes, 0)
-    kept = staying * steps.save - staying * steps.free
-    if not segments:
-        gone = np.where((fate == OFFLOADED) & steps.needed, steps.nbytes, 0)
-        comes = np.where(by_slot == OFFLOADED, steps.use_place, steps.count)
-        read = np.cumsum(gone * steps.use - gone * steps.free)
-        return ResidentBytes(fate, np.cumsum(kept), np.zeros_like(kept), steps.small, read, comes)
-    kept += np.where((fate == RECOMPUTED) & steps.save, steps.nbytes, 0)
-    kept -= _dropped(steps, segments)
-    made, small = np.cumsum(_made(steps, segments)), _small_beside(steps, segments)
-    read, comes = _read(steps, by_slot, segments)
-    return ResidentBytes(fate, np.cumsum(kept), made, small, np.cumsum(read), comes)
-
-
-def _dropped(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
-    """Return the bytes dropped before each event."""
-    found = np.zeros(steps.count + 1, np.int64)
-    drops = np.array([drop for one in segments for drop in one.drops], np.int64).reshape(-1, 2)
-    np.add.at(found, np.minimum(drops[:, 0], steps.count), steps.sizes[drops[:, 1]])
-    return found[:-1]
-
-
-def _made(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
-    """Return the change of recomputed bytes at each event: segments add at once, and free singly."""
-    found = np.zeros(steps.count + 1, np.int64)
-    again = np.array([i for one in segments for i in one.slots], np.int64)
-    begins = np.repeat(first_uses(steps, segments), [len(one.slots) for one in segments])
-    np.add.at(found, begins, steps.sizes[again])
-    np.subtract.at(found, steps.free_place[again], steps.sizes[again])
-    return found[:-1]
-
-
-def _read(
-    steps: StepArrays, by_slot: npt.NDArray[np.uint8], segments: Sequence[Segment]
-) -> tuple[Integers, Integers]:
-    """Return the change of bytes read back at each event, and the event at which each slot returns."""
-    never, found = steps.count, np.zeros(steps.count + 1, np.int64)
-    gone = by_slot == OFFLOADED
-    inputs = np.array([i for one in segments for i in one.inputs], np.int64)
-    begins = np.repeat(first_uses(steps, segments), [len(one.inputs) for one in segments])
-    ends = np.repeat(_last_frees(steps, segments), [len(one.inputs) for one in segments])
-    those = gone[inputs] & (begins < never)
-    inputs, begins, ends = inputs[those], begins[those], ends[those]
-    comes = np.where(gone, steps.use_place, never)
-    late = begins > steps.free_place[inputs]
-    np.minimum.at(comes, inputs[~late], begins[~late])
-    there = comes < never
-    np.add.at(found, comes, steps.sizes)
-    np.subtract.at(found, steps.free_place[there], steps.sizes[there])
-    np.add.at(found, begins[late], steps.sizes[inputs[late]])
-    np.subtract.at(found, ends[late], steps.sizes[inputs[late]])
-    return found[:-1], comes
-
-
-def first_uses(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
-    """Return the event at which each segment is recomputed; the number of events if it never is."""
-    return np.array([_first_use(steps, one) for one in segments], np.int64)
-
-
-def _last_frees(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
-    places = steps.free_place.item
-    return np.array([max(map(places, one.slots), default=0) for one in segments], np.int64)
-
-
-def _first_use(steps: StepArrays, segment: Segment) -> int:
-    return min(map(steps.use_place.item, segment.slots), default=steps.count)
-
-
-def resident_at(
-    profile: Profile, mask: Mask, segments: Sequence[Segment], hard_bytes: int
-) -> list[int]:
-    """Return the slots resident when ``hard_bytes`` are first reached; none if they never are."""
-    sizes = [slot.key.nbytes for slot in profile.slots]
-    small = small_beside(profile, segments)
-    drops = deque(sorted(drop for one in segments for drop in one.drops))
-    back = Returned(sizes, mask, segments)
-    resident: set[int] = set()
-    kept = 0
-    for place, (_, event, i) in enumerate(profile.steps):
-        while drops and drops[0][0] <= place:
-            resident.discard(drops[0][1])
-            kept -= sizes[drops.popleft()[1]]
-        if event is Event.FREE:
-            back.free(i)
-            kept -= 0 if mask[i] else sizes[i]
-            resident.discard(i)
-            continue
-        if event is Event.USE:
-            back.use(i)
-        staying = kept + (sizes[i] if event is Event.SAVE else 0)
-        if staying + back.read + back.made + small[place] == hard_bytes:
-            return sorted({*resident, *back.resident(), i})
-        if event is Event.SAVE and mask[i] != OFFLOADED:
-            resident.add(i)
-            kept += sizes[i]
-    return []
-
-
-def small_beside(profile: Profile, segments: Sequence[Segment]) -> Sequence[int]:
-    """Return the bytes beside each event's slot; recomputing a module takes as much as its first run."""
-    found: list[int] = _small_beside(profile.arrays, segments).tolist()
-    return found
-
-
-def _small_beside(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
-    again = [one.slots for one in segments if one.slots]
-    if not again:
-        return steps.small
-    each = np.array([i for slots in again for i in slots], np.int64)
-    counts = [len(slots) for slots in again]
-    most = np.maximum.reduceat(steps.small_at_save[each], np.cumsum([0, *counts[:-1]]))
-    took = np.zeros(len(steps.sizes), np.int64)
-    took[each] = np.repeat(most, counts)
-    return np.where(steps.save, steps.small, np.maximum(steps.small, took[steps.slot]))
+def resident_at_worst(profile: Profile, mask: Mask, segments: Sequence[Segment]) -> list[int]:
+    """Return the slots on the device when most bytes are first needed; none if there are no slots."""
+    found = Residents(profile, mask, segments)
+    if not found.steps.count:
+        return []
+    at = int(np.argmax(found.need_bytes))
+    stays = (one.at(at).tolist() for one in (found.kept, found.made, found.read))
+    return sorted({int(found.steps.slot[at]), *(i for each in stays for i in each)})
 
 
 def saved_in_backward_bytes(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> int:
@@ -294,36 +251,27 @@ def saved_in_backward_bytes(profile: Profile, mask: Mask, segments: Sequence[Seg
     Recomputed modules, segments that the program itself recomputes, and overlapping passes save then.
     Prefetches leave this much room, because they would only be dropped again.
     """
-    if not segments and not _saves_in_backward(profile):
-        return profile.small_bytes
-    sizes = [slot.key.nbytes for slot in profile.slots]
-    needed = [slot.needed_at_ns is not None for slot in profile.slots]
-    kept = most = profile.small_bytes
-    back = Returned(sizes, mask, segments)
-    to_read = dict.fromkeys((one.index for one in profile.passes), 0)
-    begun: set[int] = set()
-    drops = deque(sorted(drop for one in segments for drop in one.drops))
-    for place, (_, event, i) in enumerate(profile.steps):
-        while drops and drops[0][0] <= place:
-            kept -= sizes[drops.popleft()[1]]
-        index = profile.slots[i].pass_index
-        reading = any(to_read[one] for one in begun)
-        if event is Event.SAVE:
-            most = max(most, kept + back.made + sizes[i]) if reading else most
-            kept += 0 if mask[i] == OFFLOADED else sizes[i]
-            to_read[index] += mask[i] == OFFLOADED and needed[i]
-        elif event is Event.USE:
-            begun.add(index)
-            arrived = back.use(i)
-            for j in arrived:
-                to_read[profile.slots[j].pass_index] -= needed[j]
-            most = max(most, kept + back.made) if back.made and reading else most
-        else:
-            back.free(i)
-            kept -= 0 if mask[i] else sizes[i]
-    return most
+    steps, floor = profile.arrays, profile.small_bytes
+    if not segments and not steps.save[int(np.min(steps.use_place, initial=steps.count)) :].any():
+        return floor
+    found = Residents(profile, mask, segments)
+    saves = found.kept_bytes + found.made_bytes + found.written_bytes
+    those = steps.save | (steps.use & (found.made_bytes > 0))
+    return floor + int(np.max(saves, initial=0, where=those & _reading(profile, found)))
 
 
-def _saves_in_backward(profile: Profile) -> bool:
-    events = [event for _, event, _ in profile.steps]
-    return Event.USE in events and Event.SAVE in events[events.index(Event.USE) :]
+def _reading(profile: Profile, found: Residents) -> Flags:
+    """Return at each event whether a backward that has begun still has slots to read."""
+    steps, places = found.steps, np.arange(found.steps.count)
+    reading = np.zeros(steps.count, np.bool_)
+    pass_of = np.array([slot.pass_index for slot in profile.slots], np.int64)
+    to_read = (found.mask == OFFLOADED) & (steps.use_place < steps.count)
+    for one in profile.passes:
+        mine = pass_of == one.index
+        slots = np.flatnonzero(mine & to_read)
+        begun = int(np.min(steps.use_place, initial=steps.count, where=mine))
+        left = np.zeros(steps.count + 1, np.int64)
+        np.add.at(left, steps.save_place[slots] + 1, 1)
+        np.subtract.at(left, found.comes[slots] + 1, 1)
+        reading |= (places > begun) & (np.cumsum(left[:-1]) > 0)
+    return reading

@@ -10,7 +10,6 @@ from typing import Final, TypeAlias
 
 from penstock.plan.assembly import draft
 from penstock.plan.choice_bound import min_step_ns
-from penstock.plan.layers import prefetch_search
 from penstock.plan.placement import rooms_for
 from penstock.plan.problem import Choice, PlanningProblem
 from penstock.plan.replay import replay
@@ -184,7 +183,6 @@ def _moves(case: PlanningProblem) -> Iterator[Move]:
     """Yield all single changes, and swaps of two slots; the largest slots first."""
     yield _with_default_codecs
     yield _without_codecs
-    yield _with_late_reads
     yield _with_larger_workspaces
     order = sorted(case.movable, key=lambda g: (-case.groups[g].key.nbytes, g))
     for g in order:
@@ -207,14 +205,6 @@ def _without_codecs(case: PlanningProblem, choice: Choice) -> Choice:
     return replace(choice, samples={})
 
 
-def _with_late_reads(case: PlanningProblem, choice: Choice) -> Choice:
-    """Read back by vDNN's search: each layer as late as possible."""
-    gone = {g for g, tier in enumerate(choice.tiers) if tier}
-    if choice.recomputed:
-        return choice
-    return replace(choice, prefetch=prefetch_search(case.layers, gone))
-
-
 def _with_larger_workspaces(case: PlanningProblem, choice: Choice) -> Choice:
     """Limit only those workspaces that do not fit with these offloads."""
     fastest = case.with_limits(())
@@ -222,14 +212,10 @@ def _with_larger_workspaces(case: PlanningProblem, choice: Choice) -> Choice:
 
 
 def _put(case: PlanningProblem, choice: Choice, *, g: int, tier: str) -> Choice | None:
-    if choice.tiers[g] == tier or g in case.dropped(choice):
-        return None
     return _placed(case, choice, {g: tier})
 
 
 def _swap(case: PlanningProblem, choice: Choice, *, g: int, h: int) -> Choice | None:
-    if choice.tiers[g] == choice.tiers[h] or case.dropped(choice).intersection((g, h)):
-        return None
     return _placed(case, choice, {g: choice.tiers[h], h: choice.tiers[g]})
 
 
@@ -238,6 +224,8 @@ def _placed(case: PlanningProblem, choice: Choice, changes: dict[int, str]) -> C
     tiers = list(choice.tiers)
     for g, tier in changes.items():
         tiers[g] = tier
+    if tuple(tiers) == choice.tiers or case.dropped(choice).intersection(changes):
+        return None
     if not rooms_for(
         tiers, case.budgets, sizes=case.sizes, least=case.least, instead_of=choice.tiers
     ):

@@ -1,7 +1,7 @@
 """Plot of memory over time: the memory of a run, its budget, and its steps.
 
-Runs are drawn one below the other on equal axes, so that sizes and times can be compared; with
-``overlay=True`` they share one panel. Needs matplotlib: ``pip install 'penstock[plot]'``.
+Runs are drawn one below the other on equal axes, so that sizes and times can be compared. Needs
+matplotlib: ``pip install 'penstock[plot]'``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -89,7 +90,6 @@ def plot_memory(
     *,
     budget_bytes: int | None = None,
     title: str = "Memory over time",
-    overlay: bool = False,
 ) -> None:
     """Draw the series into a file; its suffix (``.png``, ``.svg``, ``.pdf``) decides the format.
 
@@ -98,7 +98,6 @@ def plot_memory(
         path: Path of the file.
         budget_bytes: Budget, drawn as a line across all panels.
         title: Title of the plot.
-        overlay: Draw all runs in one panel, each from its own time 0, without steps.
 
     Raises:
         ConfigError: There is no series, or matplotlib is not installed.
@@ -108,8 +107,8 @@ def plot_memory(
         raise ConfigError("plot_memory: series is empty; pass at least one")
     figure_module, style, effects = matplotlib()
     halo = effects.withStroke(linewidth=3, foreground="white")
-    look = _Look.of(series, budget_bytes, overlay=overlay, halo=halo)
-    panels = [list(series)] if overlay else [[s for s in series if s.run == r] for r in look.spans]
+    look = _Look.of(series, budget_bytes, halo)
+    panels = [[s for s in series if s.run == r] for r in look.spans]
     with style.context(STYLE):
         figure = figure_module.Figure(
             figsize=(10, 1.3 + 2.9 * len(panels)), dpi=150, layout="constrained"
@@ -118,7 +117,7 @@ def plot_memory(
         for axis, panel in zip(axes, panels, strict=True):
             _draw_panel(axis, panel, look)
             _draw_budget(axis, budget_bytes, look.scale)
-            dress(axis, "" if overlay else panel[0].run, f"resident ({look.unit})")
+            dress(axis, panel[0].run, f"resident ({look.unit})")
         axes[-1].set_xlabel("time (s)", color=INK)
         axes[-1].set_xlim(0, max(look.length_s(run) for run in look.spans) or 1.0)
         axes[-1].set_ylim(0, 1.15 * look.top_bytes / look.scale)  # room for the labels of peaks
@@ -130,36 +129,28 @@ def plot_memory(
 class _Look:
     """Settings that all panels share."""
 
-    overlay: bool
     top_bytes: int
     scale: int
     """Bytes per unit of the axis."""
     unit: str
     spans: dict[str, tuple[int, int]]
     """Beginning of the first series and end of the last one, by run."""
-    colours: dict[tuple[str, str], str]
-    """Colours by run and memory."""
+    colours: dict[str, str]
+    """Colours by memory."""
     halo: Any
     """Path effect that keeps text readable over a curve."""
 
     @classmethod
-    def of(
-        cls,
-        series: Sequence[MemorySeries],
-        budget_bytes: int | None,
-        *,
-        overlay: bool,
-        halo: object,
-    ) -> _Look:
+    def of(cls, series: Sequence[MemorySeries], budget_bytes: int | None, halo: object) -> _Look:
         top_bytes = max([budget_bytes or 0, *(one.peak_bytes for one in series)]) or 1
         scale, unit = unit_of(top_bytes)
+        memories = dict.fromkeys(one.memory for one in series)
         return cls(
-            overlay=overlay,
             top_bytes=top_bytes,
             scale=scale,
             unit=unit,
             spans=_run_spans(series),
-            colours=_colours(series, overlay=overlay),
+            colours=dict(zip(memories, cycle(COLOURS), strict=False)),
             halo=halo,
         )
 
@@ -181,14 +172,12 @@ def _run_spans(series: Sequence[MemorySeries]) -> dict[str, tuple[int, int]]:
 
 
 def _draw_panel(axis: Axes, panel: Sequence[MemorySeries], look: _Look) -> None:
-    if not look.overlay:
-        _shade_steps(axis, panel, look)
+    _shade_steps(axis, panel, look)
     for one in panel:
         t_s, levels = _curve(one, look)
         levels = levels / look.scale
-        colour = look.colours[one.run, one.memory]
-        label = f"{one.run}: {one.memory}" if look.overlay else one.memory
-        axis.step(t_s, levels, where="post", color=colour, linewidth=1.3, label=label)
+        colour = look.colours[one.memory]
+        axis.step(t_s, levels, where="post", color=colour, linewidth=1.3, label=one.memory)
         axis.fill_between(t_s, levels, step="post", color=colour, alpha=0.12, linewidth=0)
         _label_peak(axis, one, look)
 
@@ -217,7 +206,7 @@ def _label_peak(axis: Axes, one: MemorySeries, look: _Look) -> None:
         xytext=(0, 4),
         textcoords="offset points",
         ha="left" if place < 0.1 else "right" if place > 0.9 else "center",
-        color=look.colours[one.run, one.memory],
+        color=look.colours[one.memory],
         fontsize=9,
         fontweight="bold",
         path_effects=[look.halo],
@@ -260,10 +249,3 @@ def _curve(
     t_s = (np.append(np.asarray(one.t_ns, dtype=np.int64), end_ns) - start_ns) / 1e9
     levels = np.append(np.asarray(one.nbytes, dtype=np.float64), one.nbytes[-1])
     return thinned(t_s, levels)
-
-
-def _colours(series: Sequence[MemorySeries], *, overlay: bool) -> dict[tuple[str, str], str]:
-    """Assign colours: to every curve in an overlay, otherwise to every memory in all panels."""
-    keys = [(one.run, one.memory) for one in series]
-    names = list(dict.fromkeys(key if overlay else key[1] for key in keys))
-    return {key: COLOURS[names.index(key if overlay else key[1]) % len(COLOURS)] for key in keys}

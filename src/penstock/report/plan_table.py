@@ -172,8 +172,7 @@ def _traffic(one: PolicyOutcome, tbw_bytes: int | None) -> RenderableType:
     for name, use in (("host", found.host), ("flash", found.flash)):
         if use != TierUse():
             add_row(tiers, name, format_bytes(use.written_bytes), format_bytes(use.read_bytes))
-    busy = grid("", ("channel", "busy", "of the step"))
-    busy.title = None
+    busy = grid(None, ("channel", "busy", "of the step"))
     for name, label in _CHANNELS.items():
         took_ns: int = getattr(found, f"{name}_ns")
         if took_ns:

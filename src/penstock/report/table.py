@@ -59,16 +59,13 @@ class Row:
         return cls(label, _texts(values, format_duration), _ratio(values))
 
 
-def side_by_side(
-    title: str, columns: Sequence[str], rows: Iterable[Row], *, caption: str = ""
-) -> Table:
+def side_by_side(title: str, columns: Sequence[str], rows: Iterable[Row]) -> Table:
     """Return a table with a column for each run, and one for verdicts if a row has one.
 
     Args:
         title: Title of the table.
         columns: Name of each run, the reference first.
         rows: Rows, each with as many values as there are columns.
-        caption: Line below the table.
 
     Raises:
         ConfigError: A row has more or fewer values than there are columns.
@@ -76,8 +73,6 @@ def side_by_side(
     rows = list(rows)
     judged = any(row.verdict for row in rows)
     table = grid(title, ("", *columns, *(["verdict"] if judged else [])))
-    table.caption = Text(caption) if caption else None
-    table.caption_justify = "left"
     for row in rows:
         if len(row.values) != len(columns):
             raise ConfigError(

@@ -25,7 +25,7 @@ class ActiveOrders:
         observing: Whether the operators of this pass are recorded.
         sampling: Whether codecs are measured on what is saved now.
         crowded: Whether sampling has to begin, for half of the default tier is taken.
-        shortage: Whether there is shortage until the pass is over; set in any thread.
+        shortage: Whether tiers were found full in this pass; set in any thread.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ActiveOrders:
         orders = self.orders
         if orders.strict:
             orders.check(record.key)
-        known = orders.exact.get(record.key) or orders.decision_for(record.key)
+        known = orders.decision_for(record.key)
         return self.decide_unplanned(record) if known is None else known
 
     def decide_input(self, record: SlotRecord) -> Decision:
@@ -105,7 +105,7 @@ class ActiveOrders:
     def decide_unplanned(self, record: SlotRecord) -> Decision:
         """Decide on a slot for which the plan has no decision, or none that can be carried out."""
         orders, key = self.orders, record.key
-        decision = orders.default_decision(
+        decision = orders.default.decide(
             key,
             half_free=self._budget.free_bytes >= self._budget.limit_bytes // 2,
             offloaded_bytes=self._default_bytes,
@@ -132,15 +132,11 @@ class ActiveOrders:
 
     # -- shortage ---------------------------------------------------------------------------------
 
-    def note_frames(self, record: SlotRecord, frame_bytes: int) -> None:
-        """Note that a slot was written as frames of so many bytes; in any thread."""
-        if not self.shortage and self.orders.exceeds_plan(record.key, frame_bytes):
-            self._fall_short()
-
     def encoding_when_refused(self, record: SlotRecord) -> Encoding | None:
         """Return an encoding for a slot that no tier has room for as it is; None if there is none."""
-        if self._can_encode:
-            self._fall_short()
+        if self._can_encode and not self.shortage:
+            self.shortage = True
+            self._recorder.count("shortage")
         return self.fallback_encoding(record)
 
     def fallback_encoding(self, record: SlotRecord) -> Encoding | None:
@@ -150,11 +146,6 @@ class ActiveOrders:
         dtype = record.origin.dtype
         codec = self.orders.fallback_codec(record.key, dtype, record.codecs)
         return Encoding(codec, dtype) if codec else None
-
-    def _fall_short(self) -> None:
-        if not self.shortage:
-            self.shortage = True
-            self._recorder.count("shortage")
 
 
 def record_of(finished: Pass) -> PassRecord:

@@ -24,12 +24,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Final
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Final, TypeAlias
 
 import torch
 
 sequence_number: Final[Callable[[], int]] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """Return the number that this thread's next autograd node gets."""
+Context: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 
 class Completion(threading.local):
@@ -40,13 +43,22 @@ class Completion(threading.local):
             whether it is done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, here: Callable[[torch.device], Context] | None = None) -> None:
+        """Start without actions; ``here`` is that of a mover whose device runs behind."""
         self.waiting: list[Callable[[bool], bool]] = []
+        self._here = here
         self._sequence = 0
 
-    def wait(self, action: Callable[[bool], bool]) -> None:
-        """Call ``action`` when the operator that is saving now has returned."""
+    def wait(self, action: Callable[[bool], bool], device: torch.device | None = None) -> None:
+        """Call ``action`` when the operator that is saving now has returned.
+
+        Args:
+            action: As in ``waiting``.
+            device: Device on whose stream of now it works; None: it reads no bytes.
+        """
         self._sequence = sequence_number()
+        if self._here is not None and device is not None:
+            action = partial(_act_within, self._here(device), action)
         self.waiting.append(action)
 
     def check(self) -> None:
@@ -65,3 +77,8 @@ class Completion(threading.local):
             if not action(last):
                 undone.append(action)
         self.waiting = undone
+
+
+def _act_within(here: Context, action: Callable[[bool], bool], last: bool) -> bool:
+    with here():
+        return action(last)

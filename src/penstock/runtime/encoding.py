@@ -100,7 +100,7 @@ class EncodingStage(Transport):
             return self.inner.write(storage, tier, label)
         window = Window(storage.data_ptr(), nbytes, 0)
         frames = Frames(label, nbytes, window, *encoding, piece_bytes, storage.device)
-        self.coder.begin(self._worker, self._worker.writing(frames, tier, storage))
+        self.coder.begin(self._worker, self._worker.write_job(frames, tier, storage))
         return frames
 
     def _piece_bytes(self, codec: Codec, dtype: str) -> int:

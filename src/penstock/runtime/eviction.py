@@ -12,14 +12,16 @@
     ([Note: what is left]) is exceeded, too, where nothing is left to be done, and nothing fails for it.
 
     If it is other products that fill the memory of the process ([Note: one account]), all that can be
-    spilled is spilled, too, and then they are waited for, for ``OTHERS_PATIENCE_S`` at most.
+    spilled is spilled, too, and then they are waited for, for ``OTHERS_PATIENCE_S`` at most. After a
+    wait in which they have not freed enough they are not waited for again until they hold less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
+from penstock.core.config import UNLIMITED
 from penstock.core.errors import BudgetError
 from penstock.core.units import format_bytes, round_up
 from penstock.io.mapping import HUGE_PAGE_BYTES
@@ -59,7 +61,6 @@ class Eviction:
         transfers: Transfers,
         recorder: Recorder,
         time: ComputeTime,
-        least_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Serve one executor.
 
@@ -68,13 +69,13 @@ class Eviction:
             transfers: Storages that can be moved, and their transfers.
             recorder: Gets a span for each wait.
             time: Measures computing; waits are left out.
-            least_bytes: Returns the smallest budget that suffices for a whole step, if that is known.
         """
         self._time = time
         self._budget = budget
         self._transfers = transfers
         self._recorder = recorder
-        self._least_bytes = least_bytes
+        self._waited_for_bytes = UNLIMITED
+        """Bytes that others held when they were last waited for without success."""
 
     def take(
         self, nbytes: int, owner: str, *, name: str, of_pass: Pass, saved: SavedStorage | None
@@ -132,6 +133,7 @@ class Eviction:
         if transfers.closed:
             raise session_closed(name)
         missing = nbytes - self._budget.free_bytes if from_budget else nbytes
+        has_others = from_budget or self._budget.missing_elsewhere(nbytes) > 0
         if missing <= 0 or self._write_ends_sooner(missing) or transfers.mover.trim(missing) > 0:
             return True
         with transfers.table.lock:
@@ -147,19 +149,24 @@ class Eviction:
         if victim is not None:
             self._evict(victim)
             return True
-        return self._others_give_way(nbytes) or self._exceed(nbytes, name)
+        return (has_others and self._others_give_way(nbytes)) or self._exceed(nbytes, name)
 
     def _others_give_way(self, nbytes: int) -> bool:
         """Wait for other products if it is their memory that is in the way; return whether it is free."""
-        budget, needed = self._budget, round_up(nbytes, HUGE_PAGE_BYTES)
-        if budget.parent is None or not budget.missing_elsewhere(nbytes):
+        budget = self._budget
+        if budget.parent is None or budget.limit_bytes - budget.used_bytes < nbytes:
             return False
-        if free_idle(budget, nbytes):
+        if free_idle(budget, nbytes) or budget.free_bytes >= nbytes:  # others were quicker
             return True
-        if budget.parent.used_bytes - budget.used_bytes < needed - budget.free_bytes:
-            return False  # not even all that others hold would do
+        held_bytes = budget.parent.limit_bytes - budget.used_bytes - budget.free_bytes
+        if budget.free_bytes + held_bytes < nbytes or held_bytes >= self._waited_for_bytes:
+            return False
         with budget.changed:
-            return budget.changed.wait_for(lambda: budget.free_bytes >= needed, OTHERS_PATIENCE_S)
+            is_free = budget.changed.wait_for(
+                lambda: budget.free_bytes >= nbytes, OTHERS_PATIENCE_S
+            )
+        self._waited_for_bytes = UNLIMITED if is_free else held_bytes
+        return is_free
 
     def give_way(self, nbytes: int, of_pass: Pass) -> None:
         """Begin to free ``nbytes`` for other parts of Penstock; does not wait.
@@ -278,7 +285,7 @@ class Eviction:
         if least <= limit:  # the bytes would fit, but what is restored takes whole pages
             pages = used + round_up(nbytes, HUGE_PAGE_BYTES)
             least = max(pages, round_up(limit + 1, HUGE_PAGE_BYTES))
-        of_step = self._least_bytes()
+        of_step = self._transfers.active.orders.min_budget_bytes()
         if of_step is None:
             reach = _TO_HERE + _NOT_PROFILED
         elif of_step < least:

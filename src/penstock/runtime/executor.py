@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -23,7 +22,7 @@ from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.eviction import Eviction
 from penstock.runtime.inspection import DeviceState, held_slots
-from penstock.runtime.movers import RESTORED, Mover, StreamOrder, Transport
+from penstock.runtime.movers import Mover, StreamOrder, Transport
 from penstock.runtime.orders import Orders, PassRecord
 from penstock.runtime.recompute import Recomputer
 from penstock.runtime.sampling import POSITIVE, CodecSampler, Sampler
@@ -66,9 +65,8 @@ class Executor:
 
     Attributes:
         budget: The device memory that everything here is charged to.
-        orders: Decisions for each slot, and what else is wanted of coming passes; see ``follow``.
-        moves_nothing: True if these orders never move anything.
-        active: These orders, applied to the running pass.
+        moves_nothing: True if the orders in force never move anything.
+        active: The orders in force, applied to the running pass; see ``follow``.
         recomputer: Recomputes what is not held.
         stream_order: Order of uses of the device's memory.
         completion: Actions that wait until the running operator has returned.
@@ -98,7 +96,6 @@ class Executor:
         memory and returns its bytes, 0 if there is no room. Until ``follow`` everything is kept.
         """
         self.budget = budget
-        self.orders = Orders()
         self.moves_nothing = False
         self.active = ActiveOrders(budget=budget, recorder=recorder, open_codecs=open_codecs)
         self._recorder = recorder
@@ -112,14 +109,18 @@ class Executor:
         self._table = StorageTable(budget)
         self._lock = self._table.lock
         self._transfers = Transfers(
-            table=self._table, tiers=tiers, mover=mover, active=self.active, recorder=recorder
+            table=self._table,
+            tiers=tiers,
+            mover=mover,
+            budget=budget,
+            active=self.active,
+            recorder=recorder,
         )
         self._use = mover.use if mover.runs_behind else None
         self._eviction = Eviction(
             budget=budget,
             transfers=self._transfers,
             recorder=recorder,
-            least_bytes=self._min_budget_bytes,
             time=self.time,
         )
         self._reads = Reads(
@@ -127,7 +128,6 @@ class Executor:
             transfers=self._transfers,
             eviction=self._eviction,
             recorder=recorder,
-            restored_bytes=self._restored_bytes,
         )
         self.recomputer = Recomputer(
             active=self.active,
@@ -138,27 +138,22 @@ class Executor:
             current_pass=self._current_pass,
             spill=self._spill,
         )
-        self.completion = Completion() if completion is None else completion
+        here = mover.here if mover.runs_behind else None
+        self.completion = Completion(here) if completion is None else completion
         self._make_sampler = make_sampler
         self._sampler: CodecSampler | None = None
         self._guard = fork_guard()
-        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         self._pass = self._new_pass(0)
         self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
 
-    def _min_budget_bytes(self) -> int | None:
-        """Return the smallest budget that does for a whole step as profiled, if one is known."""
-        return self.orders.min_budget_bytes()
-
-    def _restored_bytes(self) -> int:
-        """Return the device memory in use for restored storages, without an arena's idle pages."""
-        if self.time.timer is None:
-            return self._mover.used_bytes()
-        return self.budget.used_by(RESTORED)  # of this device
+    @property
+    def orders(self) -> Orders:
+        """The orders in force."""
+        return self.active.orders
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def save(  # noqa: PLR0912, PLR0915, PLR0917  (hot: calls and keywords cost)
+    def save(  # noqa: PLR0915, PLR0917  (hot: calls and keywords cost)
         self,
         storage: torch.UntypedStorage,
         nbytes: int,
@@ -229,8 +224,6 @@ class Executor:
                     current.ordinals[path] = ordinal + 1
                     current.saved_count = index + 1
                     current.kept_bytes += nbytes
-                    if not current.kept_count:
-                        table.kept_passes[current] = None
                     current.kept_count += 1
                     break
             charged = table.take(nbytes)
@@ -352,10 +345,7 @@ class Executor:
         if decision is not None:
             self._follow(saved, decision, sign_only)
         else:
-            action: Callable[[bool], bool] = partial(self._complete, saved, sign_only)
-            if self._mover.runs_behind:
-                action = partial(_act_within, self._mover.here(storage.device), action)
-            self.completion.wait(action)
+            self.completion.wait(partial(self._complete, saved, sign_only), storage.device)
         return saved
 
     def _complete(self, saved: SavedStorage, sign_only: bool, last: bool) -> bool:
@@ -381,7 +371,7 @@ class Executor:
         base: torch.Tensor | torch.UntypedStorage,
         version: int,
     ) -> bool:
-        """Return whether a storage was saved before, and is alive, at this version of its guard."""
+        """Answer as ``StorageHolder.holds``."""
         with self._lock:
             return self._table.find(storage, base, version) is not None
 
@@ -398,7 +388,7 @@ class Executor:
             record.codecs = self._sampler.sample(storage, record.origin.dtype, sign_only=sign_only)
             self.time.wait_ends(waiting)
             self._eviction.stalled(start_ns, StallCause.SAMPLING, saved.label)
-        return self.active.decide(record)
+        return self.active.orders.exact.get(record.key) or self.active.decide(record)
 
     def _follow(self, saved: SavedStorage, decision: Decision, sign_only: bool) -> None:
         """Do with a storage what the plan says."""
@@ -425,18 +415,7 @@ class Executor:
         self.active.sample_now()
 
     def prove(self, saved: SavedStorage, view: View, *, sign_only: bool) -> bool:
-        """Note whether backward asks one handle only which elements are above zero.
-
-        A storage whose spill was deferred until this is known begins to be spilled.
-
-        Args:
-            saved: The result of ``save`` with ``sign_only``.
-            view: The handle.
-            sign_only: Whether it is proven.
-
-        Returns:
-            Whether what is kept of its bytes is enough for the handle. If not, it has to be saved again.
-        """
+        """Do as ``StorageHolder.prove``; a spill that was deferred until this is known begins."""
         with self._lock:
             if not saved.recorded:
                 return True  # it is not encoded, so all of it is kept
@@ -500,11 +479,7 @@ class Executor:
     # -- restoring --------------------------------------------------------------------------------
 
     def restore(self, saved: SavedStorage, *, first: bool) -> torch.UntypedStorage:
-        """Return the bytes of a saved storage, in device memory; wait only if they are not there yet.
-
-        Args:
-            saved: The result of ``save``.
-            first: Whether the calling handle is unpacked for the first time.
+        """Do as ``StorageHolder.restore``.
 
         Raises:
             RestoreError: They cannot be read back.
@@ -531,7 +506,7 @@ class Executor:
             self._recorder.count("forwarded")
             if ticket is not None:  # else it is just being asked for
                 ticket.written.cancel()
-        waiting = self.time.wait_begins() if saved.recipe is None else ()
+        waiting = self.time.wait_begins() if self._use is not None and saved.recipe is None else ()
         if storage is None:
             source = self._reads if saved.recipe is None else self.recomputer
             storage = source.demand(saved)
@@ -540,7 +515,8 @@ class Executor:
             saved.pending -= first
             if saved.pending <= 0 and saved.state is Residency.RESTORED:
                 self._transfers.retire(saved)
-        self._mover.use(storage)
+        if self._use is not None:
+            self._use(storage)
         if waiting:
             self.time.wait_ends(waiting)
         return storage
@@ -603,8 +579,6 @@ class Executor:
                     of_pass = saved.of_pass
                     del of_pass.live[saved.index]
                     of_pass.kept_count -= 1
-                    if not of_pass.kept_count:
-                        del table.kept_passes[of_pass]
                     saved.state = Residency.DEAD
                     table.free(saved.nbytes)
                 return
@@ -634,13 +608,12 @@ class Executor:
         if self.time.timer is not None:
             self.time.timer.begin()
         made = Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
-        self._passes.add(made)
+        self._table.passes.add(made)
         return made
 
     def follow(self, orders: Orders) -> None:
         """Follow other orders from now on. Between passes."""
         planned = orders.plan_number != self.orders.plan_number
-        self.orders = orders
         self.moves_nothing = orders.moves_nothing
         self.active.follow(orders)
         if planned:
@@ -715,7 +688,7 @@ class Executor:
         """Return what is held and moved at this moment, under the name of the device."""
         transfers, budget = self._transfers, self.budget
         with self._lock:
-            slots = held_slots(list(self._passes))
+            slots = held_slots(list(self._table.passes))
             held = {owner: row.nbytes for owner, row in budget.holdings().items() if row.nbytes}
             return DeviceState(
                 device=device,
@@ -726,7 +699,7 @@ class Executor:
                 slots=slots,
                 small_count=sum(each.state is _SMALL for each in self._table.entries.values()),
                 small_bytes=self._table.small_bytes,
-                restored_bytes=self._restored_bytes(),
+                restored_bytes=transfers.restored_bytes,
                 writes=transfers.writing,
                 writing_bytes=transfers.writing_bytes,
                 reads=transfers.reading,
@@ -751,11 +724,3 @@ class Executor:
         with self._lock:
             self._transfers.closed = True
         self.active.kept = frozenset()
-
-
-def _act_within(
-    here: Callable[[], AbstractContextManager[object]], action: Callable[[bool], bool], last: bool
-) -> bool:
-    """Run a deferred action in the context of its save; see ``Mover.here``."""
-    with here():
-        return action(last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from penstock.plan.slots import SlotKey
 from penstock.runtime.orders import Orders
@@ -124,37 +124,23 @@ def tier_state(name: str, tier: Tier) -> TierState:
 
 
 def _held_slot(saved: SavedStorage) -> HeldSlot:
+    tier = codec = ""
     if saved.state is Residency.KEPT:
         views = [view for ref in saved.views or () if (view := ref()) is not None]
-        return HeldSlot(
-            key=saved.key,
-            state="kept",
-            handles=saved.handles,
-            pending=sum(not view.unpacked for view in views),
-            pass_index=saved.of_pass.index,
-            storage_key=saved.cdata,
-        )
-    has_tier = saved.tier is not None and (saved.ticket is not None or saved.writing)
+        state, pending = "kept", sum(not view.unpacked for view in views)
+    else:
+        is_dropped = saved.recipe is not None and saved.state is Residency.SPILLED
+        state, pending = "dropped" if is_dropped else saved.state.value, max(0, saved.pending)
+        if saved.tier is not None and (saved.ticket is not None or saved.writing):
+            tier = saved.tier.spec.name
+            codec = "" if saved.encoding is None else saved.encoding.codec
     return HeldSlot(
         key=saved.key,
-        state=_state(saved),
-        tier=saved.tier.spec.name if has_tier else "",
-        codec=saved.encoding.codec if has_tier and saved.encoding is not None else "",
+        state=cast(SlotState, state),
+        tier=tier,
+        codec=codec,
         handles=saved.handles,
-        pending=max(0, saved.pending),
+        pending=pending,
         pass_index=saved.of_pass.index,
         storage_key=saved.cdata,
     )
-
-
-def _state(saved: SavedStorage) -> SlotState:
-    if saved.recipe is not None and saved.state is Residency.SPILLED:
-        return "dropped"
-    names: dict[Residency, SlotState] = {
-        Residency.RESIDENT: "resident",
-        Residency.WRITING: "writing",
-        Residency.SPILLED: "spilled",
-        Residency.READING: "reading",
-        Residency.RESTORED: "restored",
-    }
-    return names[saved.state]

@@ -3,8 +3,9 @@
 [Note: freed memory]
     The C library keeps much of what is freed, so it stays resident. If the process is limited, the C
     library is set to return freed blocks of a MiB and more at once, unless its environment says what it
-    is to keep. Otherwise, or where it keeps everything, the memory that it keeps is used again, and does
-    not count as held.
+    is to keep. It stays set when the session is closed: the C library adapts these thresholds to the
+    program only until they are set, and can neither tell them nor begin to adapt them again. Otherwise,
+    or where it keeps everything, the memory that it keeps is used again, and does not count as held.
 """
 
 from __future__ import annotations

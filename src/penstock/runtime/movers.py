@@ -169,8 +169,8 @@ class Mover(StreamOrder, Transport):
         return self.target_bytes(ticket)
 
     @abstractmethod
-    def used_bytes(self) -> int:
-        """Device memory in use for restored storages."""
+    def used_bytes(self, budget: Account) -> int:
+        """Return the memory in use for restored storages on the device of ``budget``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +267,8 @@ class CpuMover(Mover):
         """Return ``target_bytes``, rounded up to the allocator's page."""
         return self.memory.charge_bytes(self.target_bytes(ticket))
 
-    def used_bytes(self) -> int:
-        """Blocks in use."""
+    def used_bytes(self, budget: Account) -> int:
+        """Return the bytes of blocks in use, without idle pages, which the budget is charged for too."""
         return self.memory.used_bytes
 
     def close(self) -> None:

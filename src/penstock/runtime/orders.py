@@ -13,10 +13,10 @@ are frozen, so that neither side can ask, or change, the other.
 
 [Note: shortage]
     Where bytes as they are have no room, a plan counts on what codecs left of samples, and encodes no
-    more than it must (:mod:`penstock.plan.placement`). Should frames come out longer than they were
-    counted, or a tier be full, there is *shortage* until the pass is over: whatever else would go to a
-    tier as it is, is encoded by what made it shortest, and so is what tiers have refused. The next pass
-    then is sampled, and planned for what was found.
+    more than it must (:mod:`penstock.plan.placement`). Should tiers be full all the same, there is
+    *shortage* until the pass is over: what they have refused is encoded by what made it shortest, and so
+    is whatever else would go to a tier as it is. The next pass then is sampled, and planned for what was
+    found.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from penstock.core.units import format_bytes
 from penstock.observe.suggestion import Suggestion
 from penstock.plan.machine import Budgets
 from penstock.plan.operators import Operator
-from penstock.plan.placement import SPACE_MARGIN
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import CodecSample, Profile
 from penstock.plan.slots import MatchKey, SlotKey
@@ -113,7 +112,7 @@ class PassRecord:
     sampled: bool = False
     """True if codecs were to be measured on its slots, or on the rest of them."""
     shortage: bool = False
-    """True if a tier was full, or frames were longer than planned; see [Note: shortage]."""
+    """True if tiers were full; see [Note: shortage]."""
     scratch_bytes: int | None = None
     """Scratch memory that was taken for codecs during the pass; 0 if there was no room for it; ``None``
     if none was asked for."""
@@ -134,15 +133,17 @@ class DefaultRule:
     """Capacity of that tier."""
     always: bool = False
     """True if they are offloaded even while half of the device budget is free."""
+    forced_codec: str = ""
+    """Codec for everything that is offloaded; ``""``: as measured."""
 
     @classmethod
-    def of(cls, policy: str, budgets: Budgets) -> DefaultRule:
+    def of(cls, policy: str, budgets: Budgets, forced_codec: str = "") -> DefaultRule:
         """Return the rule under a policy."""
         tier = "flash" if budgets.flash_bytes else "host"
         capacity_bytes = budgets.flash_bytes or budgets.host_bytes
         if policy == "keep" or not capacity_bytes:
             return cls()
-        return cls(tier, capacity_bytes, always=policy == "all")
+        return cls(tier, capacity_bytes, policy == "all", forced_codec)
 
     def crowds(self, offloaded_bytes: int) -> bool:
         """Return whether slots of so many bytes take more than half of the tier."""
@@ -169,6 +170,8 @@ class DefaultRule:
             return Decision(key, Action.KEEP, "", "not in the plan")
         if half_free and not self.always:
             return Decision(key, Action.KEEP, "", "not in the plan, and half the budget is free")
+        if self.forced_codec:
+            return Decision(key, Action.OFFLOAD, self.tier, "not in the plan", self.forced_codec)
         found = shortest(codecs)
         if found is None or not self.crowds(offloaded_bytes + key.nbytes):
             return Decision(key, Action.OFFLOAD, self.tier, "not in the plan")
@@ -218,14 +221,10 @@ class Orders:
     """True if codecs are to be measured on the slots of the next pass."""
     samples_when_crowded: bool = False
     """True if sampling begins in a pass when half of the default tier is taken."""
-    forced_codec: str = ""
-    """Codec for everything that is offloaded; ``""``: each decision has its own."""
     can_encode: bool = False
     """True if codecs may be chosen as measured, and have their scratch memory."""
     shortest: Mapping[MatchKey, CodecSample] = field(default_factory=dict)
     """Codec that made a slot shortest when it was last sampled, by match key."""
-    tight_tiers: AbstractSet[str] = frozenset()
-    """Tiers that are too small for what is planned for them if it is not encoded."""
     request: PolicyRequest | None = None
     """Question that the plan answers; ``None`` without a plan, and for a user plan."""
     notes: tuple[str, ...] = ()
@@ -272,9 +271,7 @@ class Orders:
             first_ranks=_first_ranks(plan),
             window_bytes=plan.window_bytes,
             moves_nothing=not (plan.offloaded_bytes or plan.recomputed or bounded),
-            forced_codec=forced_codec,
             shortest={match: sample for match, sample in samples if sample is not None},
-            tight_tiers=frozenset() if profile is None else _tight_tiers(plan),
             notes=plan.notes,
         )
 
@@ -317,20 +314,6 @@ class Orders:
             " does not know it; plan anew"
         )
 
-    def default_decision(
-        self,
-        key: SlotKey,
-        *,
-        half_free: bool,
-        offloaded_bytes: int,
-        codecs: Sequence[CodecSample] = (),
-    ) -> Decision:
-        """Decide on a slot that the plan does not know; arguments as for ``DefaultRule.decide``."""
-        decision = self.default.decide(
-            key, half_free=half_free, offloaded_bytes=offloaded_bytes, codecs=codecs
-        )
-        return _forced(decision, self.forced_codec)
-
     def fallback_codec(self, key: SlotKey, dtype: str, codecs: Sequence[CodecSample] = ()) -> str:
         """Return the codec for a slot in a shortage; ``""`` if none makes it shorter.
 
@@ -343,13 +326,6 @@ class Orders:
         if found is None or not registry.get(found.codec).accepts(dtype):
             return ""
         return found.codec
-
-    def exceeds_plan(self, key: SlotKey, frame_bytes: int) -> bool:
-        """Return whether a slot's frames are longer than the plan has counted for a tight tier."""
-        decision = self.decision_for(key) if self.tight_tiers else None
-        if decision is None or not decision.codec or decision.tier not in self.tight_tiers:
-            return False
-        return frame_bytes > (decision.ratio + SPACE_MARGIN) * decision.key.nbytes
 
     def min_budget_bytes(self) -> int | None:
         """Return the smallest device budget that does for a whole step as profiled, if one is known.
@@ -381,14 +357,6 @@ def _forced(decision: Decision, codec: str) -> Decision:
     if not codec or decision.action is not Action.OFFLOAD:
         return decision
     return replace(decision, codec=codec)
-
-
-def _tight_tiers(plan: Plan) -> frozenset[str]:
-    left = {"host": plan.budgets.host_bytes, "flash": plan.budgets.flash_bytes}
-    for decision in plan.decisions:
-        if decision.action is Action.OFFLOAD:
-            left[decision.tier] -= decision.key.nbytes
-    return frozenset(tier for tier, nbytes in left.items() if nbytes < 0)
 
 
 def _first_ranks(plan: Plan) -> dict[str, int]:

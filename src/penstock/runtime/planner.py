@@ -133,8 +133,7 @@ class Planner:
         encoded = plan is not None and any(decision.codec for decision in plan.decisions)
         self._codecs.begin(self._limit_bytes, planned=encoded)
         self.orders = Orders(
-            default=DefaultRule.of(settings.policy, settings.budgets),
-            forced_codec=self._codecs.forced,
+            default=DefaultRule.of(settings.policy, settings.budgets, self._codecs.forced),
             observes=plan is None,
         )
         if plan is not None:

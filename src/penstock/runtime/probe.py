@@ -11,7 +11,7 @@ from penstock.core.units import MIB
 from penstock.io.engine import Priority
 from penstock.plan.machine import Machine
 from penstock.store.arena import lone_block
-from penstock.store.base import Ticket, Tier
+from penstock.store.base import Tier
 
 PROBE_BYTES = 16 * MIB
 """Long enough to keep every worker busy; four of these are written in all."""
@@ -69,22 +69,18 @@ def _measure(tier: Tier, probe_bytes: int, lend: Lend) -> tuple[float, float, fl
 
 def _round(tier: Tier, address: int, nbytes: int) -> tuple[float, float, float]:
     """Write and read bandwidth in bytes/s, and the seconds of one small read."""
-    small = min(nbytes, 4096)
-    write_s, ticket = _timed_write(tier, address, nbytes)
-    start = time.perf_counter()
-    tier.read(ticket, address, keep_alive=None, priority=Priority.DEMAND).wait()
-    read_s = time.perf_counter() - start
-    tier.discard(ticket)
-    _, ticket = _timed_write(tier, address, small)
-    start = time.perf_counter()
-    tier.read(ticket, address, keep_alive=None, priority=Priority.DEMAND).wait()
-    latency_s = time.perf_counter() - start
-    tier.discard(ticket)
+    write_s, read_s = _seconds(tier, address, nbytes)
+    _, latency_s = _seconds(tier, address, min(nbytes, 4096))
     return nbytes / write_s, nbytes / read_s, latency_s
 
 
-def _timed_write(tier: Tier, address: int, nbytes: int) -> tuple[float, Ticket]:
+def _seconds(tier: Tier, address: int, nbytes: int) -> tuple[float, float]:
+    """Return the time of a write, and of the read that follows."""
     start = time.perf_counter()
     ticket = tier.write(address, nbytes, keep_alive=None, label="speed probe")
     ticket.written.wait()
-    return time.perf_counter() - start, ticket
+    middle = time.perf_counter()
+    tier.read(ticket, address, keep_alive=None, priority=Priority.DEMAND).wait()
+    end = time.perf_counter()
+    tier.discard(ticket)
+    return middle - start, end - middle

@@ -164,8 +164,7 @@ class Recomputer:
             BudgetError: There can be no room for it.
         """
         name = f"what {path} recomputes"
-        take = partial(self._take, of_pass, name, None)
-        return RecomputedMemory(nbytes, take=take, budget=self._budget)
+        return self._memory(nbytes, name=name, of_pass=of_pass, saved=None)
 
     def made(self, storage: torch.UntypedStorage) -> None:
         """Note that the current stream has just recomputed a storage; see ``Mover.made``."""
@@ -265,8 +264,9 @@ class Recomputer:
             if storage is not None:
                 return storage
             start_ns = self._recorder.clock.now_ns()
-            take = partial(self._take, saved.of_pass, saved.label, saved)
-            memory = RecomputedMemory(saved.nbytes, take=take, budget=self._budget)
+            memory = self._memory(
+                saved.nbytes, name=saved.label, of_pass=saved.of_pass, saved=saved
+            )
             try:
                 storage = recipe.compute().untyped_storage()
                 self._prove(saved, recipe, storage)
@@ -283,9 +283,13 @@ class Recomputer:
         self.note_run(recipe.name, start_ns, saved.nbytes)
         return storage
 
-    def _take(self, of_pass: Pass, name: str, saved: SavedStorage | None, nbytes: int) -> None:
-        if not self._budget.try_take(nbytes, RECOMPUTED):
-            self._eviction.take(nbytes, RECOMPUTED, name=name, of_pass=of_pass, saved=saved)
+    def _memory(
+        self, nbytes: int, *, name: str, of_pass: Pass, saved: SavedStorage | None
+    ) -> RecomputedMemory:
+        take = partial(
+            self._eviction.take, owner=RECOMPUTED, name=name, of_pass=of_pass, saved=saved
+        )
+        return RecomputedMemory(nbytes, take=take, budget=self._budget)
 
     def _prove(self, saved: SavedStorage, recipe: Recipe, made: torch.UntypedStorage) -> None:
         if made.nbytes() != saved.nbytes:

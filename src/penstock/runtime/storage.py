@@ -72,6 +72,7 @@ _TORCH_TRACKS_WEAKREFS: Final = tuple(int(part) for part in torch.__version__.sp
 """True if torch itself notices that a weak reference has returned a preserved object."""
 
 _slot_key = lru_cache(maxsize=65536)(SlotKey)
+_label = lru_cache(maxsize=65536)(str)
 
 
 @lru_cache
@@ -361,7 +362,7 @@ class SavedStorage:
     @property
     def label(self) -> str:
         """Name in errors, logs and traces."""
-        return str(self.key)
+        return _label(self.key)
 
 
 class Pass:

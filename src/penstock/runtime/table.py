@@ -61,7 +61,7 @@ class StorageTable:
         changed: Notified when a write or a read has ended, or a storage has died.
         entries: The last storage saved at each address whose source is alive: an entry goes before its
             address can be used again (TRAPS rule 27).
-        kept_passes: Passes with KEPT storages.
+        passes: Passes that still hold anything, and the running one.
         spare_bytes: Charged to the budget for storages to come; see ``take``.
         small_bytes: Bytes of SMALL storages.
         small_taken_bytes: Bytes charged to the budget for them.
@@ -72,7 +72,7 @@ class StorageTable:
         self.lock = Lock()
         self.changed = threading.Condition(self.lock)  # type: ignore[arg-type]
         self.entries: dict[int, SavedStorage] = {}
-        self.kept_passes: dict[Pass, None] = {}
+        self.passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         self.spare_bytes = 0
         self.small_bytes = 0
         self.small_taken_bytes = 0
@@ -157,16 +157,14 @@ class StorageTable:
 
     def promote_all(self) -> None:
         """Make all that are KEPT RESIDENT, so that they can be spilled; see [Note: kept storages]."""
-        for of_pass in self.kept_passes:
-            for saved in of_pass.live.values():
+        for of_pass in self.passes:
+            for saved in of_pass.live.values() if of_pass.kept_count else ():
                 if saved.state is Residency.KEPT:
                     storage = saved.source()
                     if storage is not None:  # else its last handle is dying at this moment
                         _promote(saved, storage)
                         of_pass.kept_count -= 1
                         of_pass.promoted = True
-        for of_pass in [each for each in self.kept_passes if not each.kept_count]:
-            del self.kept_passes[of_pass]
 
     def end_small(self, small: SavedStorage) -> None:
         """Count a SMALL storage no more; its last handle has died. Without the lock, in any finalizer."""

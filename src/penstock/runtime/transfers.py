@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any, Final, Protocol
@@ -26,6 +25,7 @@ from penstock.runtime.active_orders import ActiveOrders
 from penstock.runtime.movers import Mover, Transport
 from penstock.runtime.storage import Encoding, Pass, Residency, SavedStorage, TensorRef
 from penstock.runtime.table import StorageTable, in_memory, is_edited, is_settled
+from penstock.store.account import Account
 from penstock.store.base import Tier
 
 LATEST_SHARE: Final = 0.25
@@ -44,6 +44,7 @@ class Transfers:
         write_ns_per_byte: Running mean of the time from the beginning of a write to its end.
         reading: Reads under way.
         restored: Storages in the state RESTORED.
+        active: Orders in force; they have encodings for storages that no tier has room for.
         transport: Writes, reads and discards: the mover, or the encoding stage in front of it.
         failed: True once a tier has refused or lost a write.
         closed: True once the session is closed: nothing moves any more.
@@ -55,10 +56,11 @@ class Transfers:
         table: StorageTable,
         tiers: dict[str, Tier],
         mover: Mover,
+        budget: Account,
         active: ActiveOrders,
         recorder: Recorder,
     ) -> None:
-        """Move nothing yet. ``active`` has encodings for storages that no tier has room for."""
+        """Move nothing yet. ``budget`` is the device's."""
         self.table = table
         self._lock = table.lock
         self._changed = table.changed
@@ -73,7 +75,8 @@ class Transfers:
         self.tiers = tiers
         self.mover = mover
         self.transport: Transport = mover
-        self._active = active
+        self.active = active
+        self._budget = budget
         self._recorder = recorder
 
     # -- out --------------------------------------------------------------------------------------
@@ -88,8 +91,8 @@ class Transfers:
             self._keep_graph_memory(saved)
             return
         del storage
-        if encoding is None and self._active.shortage:
-            encoding = self._active.fallback_encoding(saved.record)
+        if encoding is None and self.active.shortage:
+            encoding = self.active.fallback_encoding(saved.record)
         with self._lock:
             storage = saved.storage
             if saved.state is not Residency.RESIDENT or storage is None or saved.writing:
@@ -118,7 +121,7 @@ class Transfers:
         while True:
             encoding = None
             if full and not tiers and saved.encoding is None:
-                encoding = self._active.encoding_when_refused(saved.record)
+                encoding = self.active.encoding_when_refused(saved.record)
             with self._lock:
                 storage = saved.storage
                 if saved.state is not Residency.WRITING or storage is None:
@@ -160,6 +163,11 @@ class Transfers:
         """Bytes that tiers hold."""
         return sum(tier.held_bytes for tier in self.tiers.values())
 
+    @property
+    def restored_bytes(self) -> int:
+        """Device memory in use for restored storages, without an arena's idle pages."""
+        return self.mover.used_bytes(self._budget)
+
     def usage(self) -> str:
         """Return how full the tiers are, as text for errors."""
         return ", ".join(
@@ -183,7 +191,7 @@ class Transfers:
         self._await_edit(saved, error)
         taken = (self._recorder.clock.now_ns() - start_ns) / saved.nbytes
         full = isinstance(error, NoSpaceError)
-        ticket = frame_bytes = None
+        ticket = None
         changed = False
         with self._lock:
             if error is None:
@@ -206,8 +214,7 @@ class Transfers:
                     self._fail_write(saved, stuck=broken or changed)
             else:
                 if saved.encoding is not None:
-                    frame_bytes = getattr(saved.ticket, "frame_bytes", None)
-                    saved.record.frame_bytes = frame_bytes
+                    saved.record.frame_bytes = getattr(saved.ticket, "frame_bytes", None)
                 if saved.state is Residency.WRITING:
                     saved.state = Residency.SPILLED
                     self.table.drop_source(saved)
@@ -221,8 +228,6 @@ class Transfers:
             assert isinstance(error, SourceChangedError)
             self._told_of_change = True
             self._note_failure("spill.source_changed", saved, error)
-        if frame_bytes is not None:
-            self._active.note_frames(saved.record, frame_bytes)
         if full:
             self._write(saved, others, full=True)
 
@@ -388,7 +393,12 @@ class RoomMaker(Protocol):
 
 
 class Reads:
-    """Begins reads. Thread-safe; called without the runtime's lock."""
+    """Begins reads. Thread-safe; called without the runtime's lock.
+
+    They are not in a ``TransferWindow``: that completes transfers in the order in which they began, and
+    counts bytes in flight. Here a read completes when its storage is asked for, and its memory counts
+    until backward and the program have dropped it. So the window is a limit of ``restored_bytes``.
+    """
 
     def __init__(
         self,
@@ -397,7 +407,6 @@ class Reads:
         transfers: Transfers,
         eviction: RoomMaker,
         recorder: Recorder,
-        restored_bytes: Callable[[], int],
     ) -> None:
         """Read nothing yet.
 
@@ -406,13 +415,11 @@ class Reads:
             transfers: Moves the bytes.
             eviction: Finds room for demanded storages.
             recorder: Receives spans of waits.
-            restored_bytes: Returns the device memory in use for restored storages.
         """
         self._active = active
         self._transfers = transfers
         self._eviction = eviction
         self._recorder = recorder
-        self._restored_bytes = restored_bytes
 
     def demand(self, saved: SavedStorage) -> torch.UntypedStorage:
         """Read a storage from a tier while the caller waits; return it.
@@ -472,8 +479,14 @@ class Reads:
             self.ahead(saved, again=saved.pending <= 0)
             return
         needed = transfers.mover.charge_bytes(saved.ticket)
-        if not self._eviction.make(needed, name=saved.label, of_pass=saved.of_pass, saved=saved):
-            transfers.fetch(saved, Priority.DEMAND, force=True)
+        try:
+            if not self._eviction.make(
+                needed, name=saved.label, of_pass=saved.of_pass, saved=saved
+            ):
+                transfers.fetch(saved, Priority.DEMAND, force=True)
+        except BudgetError:
+            if not transfers.fetch(saved, Priority.DEMAND):  # others may have freed memory since
+                raise
 
     def ahead(self, saved: SavedStorage, *, again: bool) -> None:
         """Begin to read what is needed after ``saved``, as far as the window allows.
@@ -508,7 +521,7 @@ class Reads:
         if window is None:
             return True
         needed = self._transfers.mover.target_bytes(saved.ticket)
-        return self._restored_bytes() + needed <= window
+        return self._transfers.restored_bytes + needed <= window
 
     def _restore_error(self, saved: SavedStorage, error: BaseException) -> PenstockError:
         if self._transfers.closed:

@@ -40,7 +40,7 @@ from typing import Final, NamedTuple
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.locks import Lock, defer
-from penstock.core.process import ForkGuard, call_in_child, fork_guard
+from penstock.core.process import ForkGuard, call_in_child, fork_guard, release_in_child
 from penstock.core.units import format_bytes
 
 PATIENCE_S: Final = 2.0
@@ -119,6 +119,7 @@ class Account:
         if parent is None:
             self._lock = Lock()
             self.changed = threading.Condition(self._lock)  # type: ignore[arg-type]
+            release_in_child(self, Account._renew)
             return
         self._lock, self.changed = parent._lock, parent.changed
         with self._lock:
@@ -176,11 +177,12 @@ class Account:
     def missing_elsewhere(self, nbytes: int) -> int:
         """Return the bytes that others of the same memory would have to free for ``nbytes`` here.
 
-        Zero if they fit, or if it is this account's own limit that refuses them.
+        Freed bytes that are kept for another account count as held by it. Zero if ``nbytes`` fit, or if
+        it is this account's own limit that refuses them.
         """
         if self.parent is None or self.limit_bytes - self.used_bytes < nbytes:
             return 0
-        return max(0, nbytes - self.parent.free_bytes)
+        return max(0, nbytes - self.free_bytes)
 
     def shares_memory(self, other: Account) -> bool:
         """Return True if both are accounts of the same memory."""
@@ -327,6 +329,10 @@ class Account:
         parts = [f"{owner} {format_bytes(row.nbytes)}" for owner, row in rows if row.nbytes]
         return ", ".join(parts) or "nothing is held"
 
+    def _renew(self) -> None:
+        """Unlock the account in a forked child: a thread that held the lock is not there."""
+        self._lock.renew()
+
     # -- under the lock ---------------------------------------------------------------------------
 
     def _row(self, owner: str) -> _Bytes:
@@ -376,12 +382,9 @@ def host_account() -> Account:
 
 
 def _begin_child() -> None:
-    """Leave the parent's account to what was inherited; its lock may have been held when it forked."""
-    global _host, _host_lock  # noqa: PLW0603
-    _host_lock = Lock()
-    if _host is not None:
-        _host._lock.renew()
-    _host = None
+    """Leave the parent's account to what was inherited."""
+    global _host, _host_lock
+    _host, _host_lock = None, Lock()
 
 
 call_in_child(_begin_child)

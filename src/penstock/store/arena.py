@@ -18,9 +18,6 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.units import format_bytes, round_down, round_up
@@ -164,9 +161,6 @@ class Arena(Pool):
             self.account.free(charged, self.owner)
 
     # -- for blocks -------------------------------------------------------------------------------
-
-    def _array(self, block: Block, skew: int, nbytes: int) -> NDArray[np.uint8]:
-        return self._mapping.array(block.place + skew, nbytes)
 
     def _release(self, block: Block) -> int:
         self._space.free(block.place, block.nbytes)

@@ -10,14 +10,15 @@
 4. :meth:`Tier.close` ends everything.
 
 The public methods are not overridden: they do alignment, checksums, counters and spans. A tier
-overrides ``_allocate``, ``_write``, ``_read``, ``_discard`` and ``_close``, and nothing else. A transfer
+overrides ``_allocate``, ``_discard`` and ``_close``, and, if its places are no ranges of files that an
+engine reads and writes, ``_write`` and ``_read``. A transfer
 is one future from the engine to its waiters: the tier checks it before it is settled.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,14 +29,18 @@ from penstock.core.errors import ChecksumError, ClosedError, ConfigError, Source
 from penstock.core.locks import condition
 from penstock.core.process import fork_guard
 from penstock.core.units import round_down, round_up
-from penstock.io.engine import Priority, Transfer
+from penstock.io.engine import Engine, File, Op, Priority, Request, Transfer, submit_all
 from penstock.observe.clients import measurement_of
 from penstock.observe.recorder import Recorder, Stage
 from penstock.store import checksums
 from penstock.store.checksums import Sum
 
 Place: TypeAlias = Any
-"""Place of bytes in a tier: each tier has its own type, which no other code looks into."""
+"""Place of bytes in a tier: each tier has its own type, which no other code looks into.
+
+Where an engine moves the bytes, ``place.ranges(nbytes)`` yields file, offset and length of each part of
+``nbytes``, in the order of memory.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,14 +92,46 @@ class Ticket:
     discarded: bool = False
 
 
+def check_readable(ticket: Any, spec: TierSpec) -> None:
+    """Raise ConfigError if a ticket was discarded, or is not written, or that has failed.
+
+    Args:
+        ticket: A :class:`Ticket`, or another claim with its ``label``, ``written`` and ``discarded``.
+        spec: The spec of its tier.
+    """
+    written = ticket.written
+    if ticket.discarded:
+        problem = "after it was discarded"
+    elif not written.done:
+        problem = "before it was written; wait for ticket.written first"
+    elif written.error is not None:
+        problem = f"although writing it failed ({written.error!r})"
+    else:
+        return
+    raise ConfigError(f"{ticket.label}: read from tier {spec.name} {problem}")
+
+
 class Tier(ABC):
     """A memory that holds spilled bytes. Thread-safe. Unusable in a forked child."""
 
     def __init__(
-        self, spec: TierSpec, *, recorder: Recorder, verify: checksums.Kind | None = None
+        self,
+        spec: TierSpec,
+        *,
+        recorder: Recorder,
+        engine: Engine | None = None,
+        verify: checksums.Kind | None = None,
     ) -> None:
-        """Initialise a subclass; ``verify`` is the kind of checksum, ``knobs.verify()`` if None."""
+        """Initialise a subclass.
+
+        Args:
+            spec: Properties of the tier.
+            recorder: Gets counters and spans.
+            engine: Moves the bytes; None if the subclass overrides ``_write`` and ``_read``.
+            verify: Kind of checksum; ``knobs.verify()`` if None.
+        """
         self.spec = spec
+        self.engine = engine
         self.recorder = recorder
         self._reported_as = spec.name
         self._verify: checksums.Kind = "off" if spec.gpu_direct else verify or knobs.verify()
@@ -111,7 +148,6 @@ class Tier(ABC):
     def _allocate(self, nbytes: int) -> Place:
         """Find a place. Raises NoSpaceError, at once, if there is none."""
 
-    @abstractmethod
     def _write(
         self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
     ) -> Transfer:
@@ -120,12 +156,13 @@ class Tier(ABC):
         ``address`` and ``nbytes`` are multiples of the granule. The transfer is of this call alone: the
         tier has it checked and settled (``Transfer.finish_with``).
         """
+        return self._move("write", place.ranges(nbytes), address, keep_alive, priority)
 
-    @abstractmethod
     def _read(
         self, place: Place, address: int, nbytes: int, keep_alive: object, priority: Priority
     ) -> Transfer:
         """Begin to copy a place's bytes to memory. As ``_write``."""
+        return self._move("read", place.ranges(nbytes), address, keep_alive, priority)
 
     @abstractmethod
     def _discard(self, place: Place) -> None:
@@ -330,6 +367,33 @@ class Tier(ABC):
 
     # -- inside -----------------------------------------------------------------------------------
 
+    def _move(
+        self,
+        op: Op,
+        ranges: Iterable[tuple[File, int, int]],
+        address: int,
+        keep_alive: object,
+        priority: Priority,
+    ) -> Transfer:
+        assert self.engine is not None, f"tier {self.spec.name} has no engine"
+        requests = []
+        for file, offset_bytes, nbytes in ranges:
+            requests.append(
+                Request(
+                    op=op,
+                    file=file,
+                    offset_bytes=offset_bytes,
+                    address=address,
+                    nbytes=nbytes,
+                    keep_alive=keep_alive,
+                    priority=priority,
+                )
+            )
+            address += nbytes
+        if len(requests) == 1:
+            return self.engine.submit(requests[0])
+        return submit_all(self.engine, requests)
+
     def _settle_with(
         self,
         check: Callable[[BaseException | None], BaseException | None],
@@ -365,7 +429,7 @@ class Tier(ABC):
             if self._closed:
                 raise ClosedError(f"tier {self.spec.name} ({self.spec.where}) is closed")
             if ticket is not None:
-                self._check_readable(ticket)
+                check_readable(ticket, self.spec)
                 ticket.in_flight += 1
             self._in_flight += 1
 
@@ -377,18 +441,6 @@ class Tier(ABC):
             self._in_flight -= 1
             if not self._in_flight:
                 self._lock.notify_all()
-
-    def _check_readable(self, ticket: Ticket) -> None:
-        written = ticket.written
-        if ticket.discarded:
-            problem = "after it was discarded"
-        elif not written.done:
-            problem = "before it was written; wait for ticket.written first"
-        elif written.error is not None:
-            problem = f"although writing it failed ({written.error!r})"
-        else:
-            return
-        raise ConfigError(f"{ticket.label}: read from tier {self.spec.name} {problem}")
 
     def _note_level(self) -> None:
         if self.spec.kind == "flash":  # host memory is on its budget's line already
@@ -412,11 +464,11 @@ class Tier(ABC):
     def _mismatch(self, ticket: Ticket, address: int) -> ChecksumError | None:
         if ticket.checksum is None or self._verify == "off":
             return None
-        kind, expected = ticket.checksum
-        found = checksums.sum_of(kind, address, ticket.nbytes)
-        if found is None or found[1] == expected:
+        found = checksums.mismatch(ticket.checksum, address, ticket.nbytes)
+        if found is None:
             return None
-        facts = f"have checksum {found[1]:#018x}; the memory that was written had {expected:#018x}"
+        written = ticket.checksum[1]
+        facts = f"have checksum {found:#018x}; the memory that was written had {written:#018x}"
         return self.damage(ticket, facts)
 
     def _account(

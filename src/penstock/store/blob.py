@@ -1,203 +1,32 @@
-"""Bytes in files, striped over one or several directories: transfers, and places that are reserved.
+"""Bytes at places that are reserved in files, with or without a name, and overwritten in place for ever.
 
-:class:`FileTier` moves bytes between memory and the ranges of files that make up a place: one transfer,
-however many ranges. :class:`penstock.store.flash.FlashTier` finds places as they are needed, in files
-without a name. :class:`ReservedTier` has places that are reserved in advance, in files with or without a
-name, whose bytes are overwritten in place for ever. Each reservation is a new file in every directory, in
-which the places lie one behind the other. What a place holds is cut into as many parts as there are
-directories, equal but for 4 KiB, the first in the first directory and so on: every transfer uses all of
-them.
+:class:`penstock.store.flash.FlashTier` finds places as they are needed; :class:`ReservedTier` has them in
+advance. Each reservation is a new file in every directory, in which the places lie one behind the other.
+What a place holds is cut into as many parts as there are directories, equal but for 4 KiB, the first in
+the first directory and so on: every transfer uses all of them.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Final, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 from penstock.core.errors import TransferError, transfer_error
 from penstock.core.fs import check_directories, check_space, sync_directory
-from penstock.core.locks import Lock
 from penstock.core.process import release_in_child
 from penstock.core.units import round_up
-from penstock.io.engine import Engine, Op, Priority, Request, Transfer
+from penstock.io.engine import Engine
 from penstock.io.files import MAX_GRANULE_BYTES, DirectFile, open_path, open_unlinked
 from penstock.observe.recorder import Recorder
 from penstock.store.base import Tier, TierSpec
-from penstock.store.checksums import Kind
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
 UNIT_BYTES: Final = MAX_GRANULE_BYTES
 """Offsets and lengths of parts are multiples of this, so that every file's alignment is kept."""
-
-
-# -- transfers ----------------------------------------------------------------------------------
-
-
-class FilePlace(Protocol):
-    """Place of bytes in files."""
-
-    def ranges(self, nbytes: int) -> Iterator[tuple[DirectFile, int, int]]:
-        """Yield file, offset and length of each part of ``nbytes``, in the order of memory."""
-
-
-class FileTier(Tier):
-    """Bytes in files; subclasses have the places.
-
-    Attributes:
-        engine: Moves the bytes. Transfers in flight end on the engine on which they began.
-    """
-
-    def __init__(
-        self,
-        spec: TierSpec,
-        *,
-        engine: Engine,
-        recorder: Recorder,
-        verify: Kind | None = None,
-    ) -> None:
-        """See ``Tier``."""
-        super().__init__(spec, recorder=recorder, verify=verify)
-        self.engine = engine
-
-    def _write(
-        self, place: FilePlace, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> Transfer:
-        return self._move("write", place.ranges(nbytes), address, keep_alive, priority)
-
-    def _read(
-        self, place: FilePlace, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> Transfer:
-        return self._move("read", place.ranges(nbytes), address, keep_alive, priority)
-
-    def _move(
-        self,
-        op: Op,
-        ranges: Iterable[tuple[DirectFile, int, int]],
-        address: int,
-        keep_alive: object,
-        priority: Priority,
-    ) -> Transfer:
-        requests = []
-        for file, offset_bytes, nbytes in ranges:
-            requests.append(
-                Request(
-                    op=op,
-                    file=file,
-                    offset_bytes=offset_bytes,
-                    address=address,
-                    nbytes=nbytes,
-                    keep_alive=keep_alive,
-                    priority=priority,
-                )
-            )
-            address += nbytes
-        return submit_all(self.engine, requests)
-
-
-def submit_all(engine: Engine, requests: Sequence[Request]) -> Transfer:
-    """Begin all of ``requests``; returns at once.
-
-    The transfer settles once, after every request has, with the first error that is not a
-    cancellation if there was any. It can be cancelled while every request can still be withdrawn.
-
-    Raises:
-        PenstockError: The engine refused the first request; nothing was begun. (What is refused
-            later fails the transfer instead, since then there is something in flight.)
-    """
-    if len(requests) == 1:
-        return engine.submit(requests[0])
-    return _Joint(engine, requests).transfer
-
-
-class _Joint:
-    """The state behind the transfer: it lives as long as requests are in flight."""
-
-    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
-        self._engine = engine
-        self._lock = Lock()
-        self._requests: list[Request | None] = list(requests)  # None: over
-        self._parts: list[Transfer | None] = [None] * len(requests)
-        self._left = len(requests)
-        self._error: BaseException | None = None
-        self._withdrawing = False
-        self._withdrawn: list[int] = []
-        self.transfer = Transfer(
-            sum(request.nbytes for request in requests),
-            cancel=self._cancel,
-            promote=self._promote,
-        )
-        for index, request in enumerate(requests):
-            self._submit(index, request, must_begin=index == 0)
-
-    def _submit(self, index: int, request: Request, *, must_begin: bool = False) -> None:
-        try:
-            part = self._engine.submit(request)
-        except Exception as error:
-            if must_begin:
-                raise
-            self._over(index, error)
-            return
-        with self._lock:
-            self._parts[index] = part
-        part.add_done_callback(partial(self._part_done, index))
-
-    def _part_done(self, index: int, part: Transfer) -> None:
-        with self._lock:
-            if self._withdrawing and isinstance(part.error, CancelledError):
-                self._withdrawn.append(index)
-                return
-        self._over(index, part.error)
-
-    def _over(self, index: int, error: BaseException | None) -> None:
-        with self._lock:
-            self._requests[index] = self._parts[index] = None
-            if self._error is None or (error and isinstance(self._error, CancelledError)):
-                self._error = error
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self.transfer.settle(self._error)
-
-    def _cancel(self, transfer: Transfer) -> bool:
-        """Withdraw all parts, or none: what turns out to have company in flight is begun again."""
-        with self._lock:
-            if self._withdrawing or self._left < len(self._parts):
-                return False
-            self._withdrawing = True
-            parts = list(self._parts)
-        for part in parts:  # the one that will begin first comes first, so failing is cheap
-            if part is None or not part.cancel():
-                break
-        with self._lock:
-            withdrawn, self._withdrawn = self._withdrawn, []
-            if len(withdrawn) == len(parts):
-                self._requests.clear()
-                return True
-            self._withdrawing = False
-            again = [(index, self._requests[index]) for index in withdrawn]
-        for index, request in again:
-            assert request is not None, "a withdrawn request was dropped"
-            self._submit(index, request)
-        return False
-
-    def _promote(self, transfer: Transfer, priority: Priority) -> None:
-        with self._lock:
-            parts = list(self._parts)
-            for index, request in enumerate(self._requests):  # for those that are begun again
-                if request is not None and priority < request.priority:
-                    self._requests[index] = replace(request, priority=priority)
-        for part in parts:
-            if part is not None:
-                part.promote(priority)
-
-
-# -- reserved places ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +47,7 @@ class ReservedPlace:
         return ", ".join(f"offset {self.offset_bytes} of {file.path!r}" for file in self.files)
 
 
-class ReservedTier(FileTier):
+class ReservedTier(Tier):
     """Bytes at places in files that belong to the caller, which writes with ``at=place``.
 
     Attributes:

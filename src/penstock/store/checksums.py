@@ -56,3 +56,10 @@ def sum_of(kind: Kind, address: int, nbytes: int) -> Sum | None:
     if kind == "off":
         return None
     return kind, (full if kind == "full" else sampled)(address, nbytes)
+
+
+def mismatch(expected: Sum, address: int, nbytes: int) -> int | None:
+    """Return the checksum of live memory if it is not the expected one; None if it is."""
+    kind, wanted = expected
+    found = sum_of(kind, address, nbytes)
+    return None if found is None or found[1] == wanted else found[1]

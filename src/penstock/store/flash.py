@@ -26,8 +26,8 @@ from penstock.io.engine import Engine
 from penstock.io.extents import ExtentAllocator
 from penstock.io.files import DirectFile, open_unlinked, open_unlinked_buffered
 from penstock.observe.recorder import Recorder
-from penstock.store.base import TierSpec
-from penstock.store.blob import UNIT_BYTES, FileTier, StrPath
+from penstock.store.base import Tier, TierSpec
+from penstock.store.blob import UNIT_BYTES, StrPath
 from penstock.store.checksums import Kind
 
 MAX_SLABS: Final = 64
@@ -178,7 +178,7 @@ class SlabDirectory:
             self._next_file.close()
 
 
-class FlashTier(FileTier):
+class FlashTier(Tier):
     """Spills to files in one or several directories.
 
     The files have no name and mode 0600: nothing remains, whatever ends the process. Space is

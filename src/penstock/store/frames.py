@@ -49,7 +49,7 @@ from penstock.io.mapping import PAGE_BYTES
 from penstock.observe.recorder import Recorder, Stage
 from penstock.store.account import Account
 from penstock.store.arena import Arena
-from penstock.store.base import Tier, Window
+from penstock.store.base import Tier, Window, check_readable
 
 THREAD_NAME: Final = "penstock-codec"
 SCRATCH: Final = "scratch"
@@ -306,19 +306,15 @@ class FrameWorker:
 
     # -- for the stage ----------------------------------------------------------------------------
 
-    def writing(self, frames: Frames, tier: Tier, source: Any) -> FrameJob:
-        """Return the job that writes ``frames``, to be submitted; make ``frames.written``."""
+    def write_job(self, frames: Frames, tier: Tier, source: Any) -> FrameJob:
+        """Return the job, to be submitted, that writes ``frames``; set ``frames.written``."""
         frames.written = Transfer(frames.nbytes, cancel=lambda _: self.withdraw(job))
         job = FrameJob(frames, tier, source, frames.written)
         return job
 
     def read(self, frames: Frames, tier: Tier, target: Any, priority: Priority) -> Transfer:
         """Begin to read and to decode; returns at once. Raises ConfigError or ClosedError."""
-        if frames.discarded or not frames.written.done or frames.written.error is not None:
-            raise ConfigError(
-                f"{frames.label}: read from tier {tier.spec.name} although it is not, or no longer,"
-                " written; wait for ticket.written, and discard a ticket last"
-            )
+        check_readable(frames, tier.spec)
         transfer = Transfer(
             frames.nbytes,
             cancel=lambda _: self.withdraw(job),
@@ -554,7 +550,7 @@ class FrameWorker:
         return [partial(self._coder.discard_frame, job.tier, part) for part in job.frames.parts]
 
     def _is_last(self, job: FrameJob) -> bool:
-        """Return whether the caller has to settle a job: nothing is pending, or will be. Under the lock."""
+        """Return True if the caller settles a job: nothing is pending, or will be. Under the lock."""
         if job.over or job.pending or job.waits:
             return False
         job.over = True

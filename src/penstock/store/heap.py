@@ -19,9 +19,6 @@ import ctypes
 import os
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from penstock.core import knobs
 from penstock.core.errors import ConfigError
 from penstock.core.units import GIB, round_up
@@ -78,10 +75,6 @@ class Heap(Pool):
             self._used_bytes += nbytes
             self._touched_bytes += charge
         return Block(self, memory, round_up(memory, PAGE_BYTES), nbytes)
-
-    def _array(self, block: Block, skew: int, nbytes: int) -> NDArray[np.uint8]:
-        buffer = (ctypes.c_uint8 * nbytes).from_address(block.address + skew)
-        return np.frombuffer(memoryview(buffer), np.uint8)
 
     def _release(self, block: Block) -> int:
         _free(block.place)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import errno
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError, NoSpaceError
-from penstock.core.locks import Lock, defer
+from penstock.core.locks import Lock
 from penstock.core.units import format_bytes, round_down, round_up
-from penstock.io.engine import Priority, Transfer
+from penstock.io.copies import MEMORY, CopyEngine
+from penstock.io.engine import File
 from penstock.io.mapping import PAGE_BYTES
 from penstock.observe.recorder import Recorder
 from penstock.store.arena import Arena
 from penstock.store.base import Tier, TierSpec
-from penstock.store.copier import Copier, CopyRange
 from penstock.store.pool import Block
 
 
@@ -30,6 +29,12 @@ class HostPlace:
     def nbytes(self) -> int:
         """Bytes that it takes of the tier's capacity."""
         return sum(block.nbytes for block in self.blocks)
+
+    def ranges(self, nbytes: int) -> Iterator[tuple[File, int, int]]:
+        """Yield memory, address and length of each part of ``nbytes``, in the order of memory."""
+        for block in self.blocks:
+            yield MEMORY, block.address, min(block.nbytes, nbytes)
+            nbytes -= block.nbytes
 
     def __str__(self) -> str:
         more = f" and {len(self.blocks) - 1} more" if len(self.blocks) > 1 else ""
@@ -71,37 +76,17 @@ class HostTier(Tier):
             granule_bytes=1,  # copies need no alignment, so a window is exactly its data
             where="host memory",
         )
-        super().__init__(spec, recorder=recorder)
+        self._copies = CopyEngine(f"penstock-{name}")
+        super().__init__(spec, engine=self._copies, recorder=recorder)
         self.arena = arena
-        self._copier = Copier(f"penstock-{name}")
         self._space_lock = Lock()
         self._taken_bytes = 0
         self._places: set[HostPlace] = set()
-        # A tier that is dropped without close must not leave its thread behind.
-        weakref.finalize(self, defer, self._copier.stop).atexit = False
 
     @property
     def taken_bytes(self) -> int:
         """Bytes of the capacity in use: held bytes, each ticket's rounded up to a page."""
         return self._taken_bytes
-
-    def _write(
-        self, place: HostPlace, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> Transfer:
-        ranges = [
-            CopyRange(block.address, address + start, length)
-            for block, start, length in _parts(place, nbytes)
-        ]
-        return self._copier.submit(ranges, keep_alive, priority)
-
-    def _read(
-        self, place: HostPlace, address: int, nbytes: int, keep_alive: object, priority: Priority
-    ) -> Transfer:
-        ranges = [
-            CopyRange(address + start, block.address, length)
-            for block, start, length in _parts(place, nbytes)
-        ]
-        return self._copier.submit(ranges, keep_alive, priority)
 
     def _discard(self, place: HostPlace) -> None:
         with self._space_lock:
@@ -113,7 +98,7 @@ class HostTier(Tier):
             block.free()
 
     def _close(self) -> None:
-        self._copier.close()
+        self._copies.close()
         with self._space_lock:
             places, self._places = self._places, set()
             self._taken_bytes = 0
@@ -128,43 +113,37 @@ class HostTier(Tier):
             if pages > free:
                 raise self._no_space(nbytes, free, "of the tier's capacity; raise that")
             self._taken_bytes += pages
+        blocks: list[Block] = []
         try:
-            place = HostPlace(tuple(self._blocks(pages)))
+            self._fill(blocks, pages)
         except BaseException:
+            for block in blocks:
+                block.free()
             with self._space_lock:
                 self._taken_bytes -= pages
             raise
+        place = HostPlace(tuple(blocks))
         with self._space_lock:
             self._places.add(place)
         return place
 
-    def _blocks(self, nbytes: int) -> list[Block]:
-        """Return blocks of together ``nbytes``, as few and as long as halving finds."""
-        blocks: list[Block] = []
-        try:
-            self._fill(blocks, nbytes)
-        except BaseException:
-            for block in blocks:
-                block.free()
-            raise
-        return blocks
-
     def _fill(self, blocks: list[Block], nbytes: int) -> None:
-        """Allocate, but have no memory freed for it: those that free memory write to this tier."""
+        """Allocate ``nbytes``, in as few and as long blocks as halving finds.
+
+        No memory is freed for it: those that free memory write to this tier.
+        """
         length = left = nbytes
         while left:
             free = self.arena.capacity_bytes - self.arena.used_bytes
-            block = self._block(min(length, left)) if left <= free else None
+            fits = left <= free
+            block = self.arena.allocate(min(length, left), wait=False) if fits else None
             if block is not None:
                 blocks.append(block)
                 left -= block.nbytes
-            elif length <= PAGE_BYTES or left > free:
+            elif length <= PAGE_BYTES or not fits:
                 raise self._no_space(nbytes, free, "in its arena, or less by the memory budget")
             else:
                 length = round_up(length // 2, PAGE_BYTES)
-
-    def _block(self, nbytes: int) -> Block | None:
-        return self.arena.allocate(nbytes, wait=False)
 
     def _no_space(self, nbytes: int, free: int, of_what: str) -> NoSpaceError:
         return NoSpaceError(
@@ -176,12 +155,3 @@ class HostTier(Tier):
             free_bytes=free,
             advice=f"tier {self.spec.name!r} has {format_bytes(free)} left {of_what}",
         )
-
-
-def _parts(place: HostPlace, nbytes: int) -> Iterator[tuple[Block, int, int]]:
-    """Each block, where in the data it begins, and how much of the data it holds."""
-    start = 0
-    for block in place.blocks:
-        length = min(block.nbytes, nbytes - start)
-        yield block, start, length
-        start += length

@@ -14,6 +14,7 @@ memory is an arena that a device's driver knows.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import weakref
 from abc import ABC, abstractmethod
@@ -28,6 +29,11 @@ from penstock.core.process import call_in_child, fork_guard
 from penstock.core.units import format_bytes
 from penstock.io.mapping import PAGE_BYTES
 from penstock.store.account import Account, host_account
+
+_PYBUF_WRITE: Final = 0x200
+_memory_view: Final = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_view.restype = ctypes.py_object
+_memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 TRIES: Final = 3
 """Times that others are asked to free memory for a block, since somebody else may take it."""
@@ -205,10 +211,6 @@ class Pool(ABC):
         """Do what ``allocate`` says."""
 
     @abstractmethod
-    def _array(self, block: Block, skew: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return a range of a block as an array, which does not keep the memory."""
-
-    @abstractmethod
     def _release(self, block: Block) -> int:
         """Take a block's memory back, under the lock; return the bytes to be freed in the account."""
 
@@ -219,7 +221,9 @@ class Pool(ABC):
         with self._lock:
             _check_state(block, BlockState.OUT)
             block.state = BlockState.LENT
-        return self._array(block, skew, nbytes)
+        # Its base is no array, so that NumPy's views of it refer to it and not past it.
+        memory = _memory_view(block.address + skew, nbytes, _PYBUF_WRITE)
+        return np.frombuffer(memory, np.uint8)
 
     def _free_block(self, block: Block, expected: BlockState) -> None:
         if self._guard.in_child:

@@ -1,4 +1,4 @@
-"""Signals that arrive before a run's session is open.
+"""Signals that ask a run to sleep or to go on, also before its session is open.
 
 SIGUSR1 and SIGUSR2 would end the process then, so they are remembered. The signals by which a manager
 ends it must take effect.
@@ -41,13 +41,9 @@ class PendingSignals:
         self.asked = False
         self._guard = fork_guard()
         for number in (SLEEP, WAKE):
-            if signal.getsignal(number) is signal.SIG_DFL:
+            if signal.getsignal(number) is signal.SIG_DFL:  # the script may set its own later
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._guard.in_child:
             self.asked = number == SLEEP
-
-    def handles(self, number: int) -> bool:
-        """Return whether this handles a signal: the script may have set a handler since."""
-        return signal.getsignal(number) == self._handle

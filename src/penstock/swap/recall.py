@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,16 @@ from penstock.checkpoint.reader import OpenCheckpoint
 from penstock.checkpoint.regions import Region
 from penstock.io.pages import PageRange
 from penstock.swap.state import SuspendableStorage
+
+
+class _Stored(NamedTuple):
+    """Place of a storage's tensor in a checkpoint."""
+
+    file: int
+    offset: int
+    begin: int
+    """Offset of the storage's pages in the tensor."""
+    encoded: TensorEntry | None
 
 
 class Recall:
@@ -44,8 +55,7 @@ class Recall:
             CheckpointError: There is no such checkpoint, or it is damaged.
             TransferError: It cannot be read.
         """
-        self._places: dict[SuspendableStorage, tuple[int, int]] = {}
-        self._encoded: dict[SuspendableStorage, tuple[TensorEntry, int]] = {}
+        self._places: dict[SuspendableStorage, _Stored] = {}
         self._opened = OpenCheckpoint(os.path.abspath(path))
         try:
             numbers = {each.name: i for i, each in enumerate(self._opened.manifest.files)}
@@ -53,20 +63,15 @@ class Recall:
             owners = {each.storage._cdata: each for each in held}
             for place in unchanged(path, state):
                 each = owners.get(place.tensor.untyped_storage()._cdata)
-                if (
-                    each is not None
-                    and each.pages is not None
-                    and _covers(place.tensor, each.pages)
-                ):
-                    begin = each.pages.address - place.tensor.data_ptr()
-                    number = numbers[os.path.basename(place.path)]
-                    if place.codec:
-                        self._places[each] = number, place.offset_bytes
-                        self._encoded[each] = entries[place.name], begin
-                    else:
-                        self._places[each] = number, place.offset_bytes + begin
-            for number in {number for number, _ in self._places.values()}:
-                self._opened.file(number)
+                if each is None or each.pages is None or not _covers(place.tensor, each.pages):
+                    continue
+                number = numbers[os.path.basename(place.path)]
+                begin = each.pages.address - place.tensor.data_ptr()
+                self._places[each] = _Stored(
+                    number, place.offset_bytes, begin, entries[place.name] if place.codec else None
+                )
+            for stored in self._places.values():
+                self._opened.file(stored.file)
         except BaseException:
             self._opened.close()
             raise
@@ -77,8 +82,9 @@ class Recall:
         return frozenset(self._places)
 
     def place_of(self, held: SuspendableStorage) -> tuple[int, int]:
-        """Return the number of the file, and the offset in it of the pages, or of their frames."""
-        return self._places[held]
+        """Return the number of the file and the offset in it, by which reads are in order."""
+        stored = self._places[held]
+        return stored.file, stored.offset + stored.begin
 
     def restore(self, held: SuspendableStorage) -> None:
         """Fill the storage's pages, which are open. It may be called again after an error.
@@ -88,12 +94,13 @@ class Recall:
             TransferError: The read failed.
         """
         assert held.pages is not None
-        number, offset = self._places[held]
-        region: Region = _Range(held.pages, held.pages.nbytes)
-        if held in self._encoded:
-            entry, begin = self._encoded[held]
-            region = Decoding(entry, _Range(held.pages, entry.nbytes, begin))
-        self._opened.read({number: [(offset, region)]}, keep_open=True)
+        file, offset, begin, encoded = self._places[held]
+        if encoded is None:
+            region: Region = _Range(held.pages, held.pages.nbytes)
+            offset += begin
+        else:
+            region = Decoding(encoded, _Range(held.pages, encoded.nbytes, begin))
+        self._opened.read({file: [(offset, region)]}, keep_open=True)
 
     def close(self) -> None:
         """Close the files. Idempotent."""
@@ -114,9 +121,6 @@ class _Range(Region):
         self.nbytes = nbytes
         self._pages = pages
         self._begin = begin
-
-    def copy_out(self, start: int, stop: int, address: int) -> None:
-        raise AssertionError("a restored range is never read")
 
     def copy_in(self, start: int, stop: int, address: int) -> None:
         low = max(start, self._begin)

@@ -11,14 +11,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, Final, Protocol
 
 from penstock.core.errors import PenstockError
 from penstock.core.process import fork_guard
 from penstock.core.units import MIB, format_bytes
 from penstock.swap.channel import JobEnd
-from penstock.swap.pending_signals import SLEEP, WAKE, PendingSignals
+from penstock.swap.pending_signals import PendingSignals
 from penstock.swap.resume_record import ResumeRecord
 from penstock.swap.suspend import Suspendable, resume, suspend
 
@@ -41,7 +40,7 @@ class StepSuspender:
     """Suspends and resumes a job on signals and orders of its manager. Create it in the main thread.
 
     Attributes:
-        asked: A signal has asked the job to sleep.
+        signals: Handler of the signals.
     """
 
     def __init__(
@@ -53,16 +52,16 @@ class StepSuspender:
         record: ResumeRecord | None = None,
         pending: PendingSignals | None = None,
     ) -> None:
-        """Handle those of the signals that have no handler.
+        """Begin.
 
         Args:
             job: Job to suspend; its steps must end in the main thread.
             tell: Function that prints a line for the user.
             channel: Channel to its manager, if it has one.
             record: Record that lets another process resume the job, if wanted.
-            pending: Handler of the signals until now, if there is one.
+            pending: Handler of the signals, if there is one already.
         """
-        self.asked = False
+        self.signals = PendingSignals() if pending is None else pending
         self._job = job
         self._tell = tell
         self._channel = channel
@@ -75,21 +74,12 @@ class StepSuspender:
         self._reported_s = 0.0
         self._guard = fork_guard()
         job.on_step = self.step_over
-        for number in (SLEEP, WAKE):
-            if signal.getsignal(number) is signal.SIG_DFL or (pending and pending.handles(number)):
-                signal.signal(number, self._handle)
-        if pending is not None and pending.asked:  # checked last, so that no signal is lost
-            self.asked = True
         self._report(state="awake")
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._guard.in_child:  # not in a forked child, such as a data loader's worker
-            self.asked = number == SLEEP
 
     @property
     def _is_to_sleep(self) -> bool:
         if self._channel is None:
-            return self.asked
+            return self.signals.asked
         order = self._channel.look()
         return order.sleep and order.number != self._refused
 
@@ -98,8 +88,8 @@ class StepSuspender:
         if self._guard.in_child:
             return
         self._count()
-        if self.asked and self._channel is not None:
-            self.asked = False
+        if self.signals.asked and self._channel is not None:
+            self.signals.asked = False
             self._tell(
                 "the signal is ignored, because this job has a manager, and other jobs would wait for it;"
                 " use `penstock jobs suspend`"
@@ -129,7 +119,7 @@ class StepSuspender:
         except (PenstockError, OSError, MemoryError, RuntimeError) as error:  # such as no threads
             self._refuse(error)
         finally:
-            self.asked = False
+            self.signals.asked = False
             with _signals_deferred():
                 self._resume()
 

@@ -7,8 +7,8 @@ says where values end is read to build the index.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -18,43 +18,32 @@ from penstock.data.formats.base import IndexingJob, need
 from penstock.data.index import IndexBuilder
 
 
-class Arrow:
-    """``.arrow`` files, streams or files, not compressed.
+def build(job: IndexingJob) -> IndexBuilder:
+    """Index ``.arrow`` files, streams or files, not compressed: a run for each record batch.
 
     Columns of numbers, strings, bytes, lists of numbers, and structs of these, whose fields become
     ``column.field``. Others are left out; their names are in ``meta["left_out"]``.
     """
-
-    name: Final = "arrow"
-    options: Mapping[str, Any] = {}
-
-    def accept(self, name: str) -> bool:
-        """By suffix; without what ``datasets`` caches of its own operations."""
-        return name.endswith(".arrow") and not name.startswith("cache-")
-
-    def build(self, job: IndexingJob) -> IndexBuilder:
-        """A run for each record batch."""
-        pa = need("pyarrow", "an index of Arrow files")
-        _check_saved(job)
-        builder: IndexBuilder | None = None
-        for number, path in enumerate(job.paths()):
-            with pa.memory_map(path) as mapped:
-                base = mapped.read_buffer(1).address
-                mapped.seek(0)
-                reader = _reader(pa, mapped, path)
-                kinds, left_out = _kinds(pa, reader.schema)
-                if builder is None:
-                    builder = IndexBuilder(self.name, tuple(kinds))
-                    builder.meta = {"fields": kinds, "left_out": left_out}
-                if builder.meta["fields"] != kinds:
-                    raise DatasetError(f"{path!r} has columns {kinds}, the files before it others")
-                for batch in _batches(pa, reader, path):
-                    place = _Place(base, os.path.getsize(path), path)
-                    columns = [_column(pa, batch, name, place) for name in kinds if len(batch)]
-                    builder.mixed(number, batch.num_rows, columns)
-            job.done(number + 1)
-        assert builder is not None, "there is a file"
-        return builder
+    pa = need("pyarrow", "an index of Arrow files")
+    _check_saved(job)
+    builder: IndexBuilder | None = None
+    for number, path in enumerate(job.paths()):
+        with pa.memory_map(path) as mapped:
+            base = mapped.read_buffer(1).address
+            mapped.seek(0)
+            reader = _reader(pa, mapped, path)
+            kinds, left_out = _kinds(pa, reader.schema)
+            if builder is None:
+                builder = IndexBuilder("arrow", tuple(kinds))
+                builder.meta = {"fields": kinds, "left_out": left_out}
+            if builder.meta["fields"] != kinds:
+                raise DatasetError(f"{path!r} has columns {kinds}, the files before it others")
+            for batch in _batches(pa, reader, path):
+                place = _Place(base, os.path.getsize(path), path)
+                columns = [_column(pa, batch, name, place) for name in kinds if len(batch)]
+                builder.mixed(number, batch.num_rows, columns)
+    assert builder is not None, "there is a file"
+    return builder
 
 
 def _check_saved(job: IndexingJob) -> None:

@@ -1,7 +1,7 @@
-"""Interface of a format: it recognises its files, and locates the samples in them.
+"""Interface of a format, which recognises its files and locates the samples in them.
 
-1. ``build_index`` picks a format by name, or the one whose ``accept`` takes the files.
-2. It calls :meth:`Format.build` with their names, once; what that returns is saved.
+1. ``open_index`` picks a format by name, or the first whose ``accept`` takes one of the files.
+2. It calls ``Format.build`` with their names, once; the result is saved.
 3. From then on only the index is used: a format reads no samples.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.core.errors import ConfigError, DatasetError
 from penstock.data.index import IndexBuilder
@@ -42,36 +42,27 @@ class IndexingJob:
                 f" {len(listed)} files are missing); copy it again, or name the files that you want"
             )
 
-    def paths(self) -> list[str]:
-        """All files; tells progress file by file as they are taken."""
-        return [os.path.join(self.root, name) for name in self.names]
-
-    def done(self, files: int) -> None:
-        """So many files are indexed."""
-        self.progress(files / max(1, len(self.names)))
+    def paths(self) -> Iterator[str]:
+        """Yield each file, and report progress when the next is asked for."""
+        for number, name in enumerate(self.names, 1):
+            yield os.path.join(self.root, name)
+            self.progress(number / len(self.names))
 
 
-class Format(Protocol):
-    """A format; see the steps above."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """A format."""
 
-    @property
-    def name(self) -> str:
-        """As the user names it."""
+    accept: Callable[[str], bool]
+    """Return True if a file of this name is one of the format's."""
+    build: Callable[[IndexingJob], IndexBuilder]
+    """Find the samples.
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Options of the user, with defaults."""
-
-    def accept(self, name: str) -> bool:
-        """Return whether a file of this name is one of the format's."""
-
-    def build(self, job: IndexingJob) -> IndexBuilder:
-        """Find the samples.
-
-        Raises:
-            DatasetError: A file is damaged, truncated, or of a kind that cannot be read so.
-            ConfigError: An option makes no sense, or a package is missing.
-        """
+    Raises DatasetError if a file is damaged, truncated, or of a kind that cannot be read so, and
+    ConfigError if an option makes no sense or a package is missing.
+    """
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the user, with defaults."""
 
 
 def truncated(path: str, has: int, needs: int, what: str) -> DatasetError:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -16,34 +15,21 @@ from penstock.data.formats.base import IndexingJob, truncated
 from penstock.data.index import MOST_BYTES, IndexBuilder
 
 
-class Mds:
-    """``.mds`` files listed in an ``index.json``, not compressed."""
-
-    name: Final = "mds"
-    options: Mapping[str, Any] = {}
-
-    def accept(self, name: str) -> bool:
-        """By suffix."""
-        return name.endswith(".mds")
-
-    def build(self, job: IndexingJob) -> IndexBuilder:
-        """A table for each shard: what lies between its offsets."""
-        known = _shards(job.root)
-        job.check_listed(list(known), "the index.json beside it")
-        builder = IndexBuilder(self.name, ("sample",))
-        for number, path in enumerate(job.paths()):
-            facts = known.get(os.path.normpath(job.names[number]))
-            if facts is None:
-                raise DatasetError(f"{path!r} is not in the index.json beside it")
-            if builder.meta and builder.meta != facts.columns:
-                raise DatasetError(
-                    f"{path!r} has columns {facts.columns}, the shards before it others"
-                )
-            builder.meta = facts.columns
-            ends = _ends(path, facts)
-            builder.table(number, ends[:-1, None], np.diff(ends)[:, None])
-            job.done(number + 1)
-        return builder
+def build(job: IndexingJob) -> IndexBuilder:
+    """Index ``.mds`` files that an ``index.json`` lists, not compressed: a table for each shard."""
+    known = _shards(job.root)
+    job.check_listed(list(known), "the index.json beside it")
+    builder = IndexBuilder("mds", ("sample",))
+    for number, path in enumerate(job.paths()):
+        facts = known.get(os.path.normpath(job.names[number]))
+        if facts is None:
+            raise DatasetError(f"{path!r} is not in the index.json beside it")
+        if builder.meta and builder.meta != facts.columns:
+            raise DatasetError(f"{path!r} has columns {facts.columns}, the shards before it others")
+        builder.meta = facts.columns
+        ends = _ends(path, facts)
+        builder.table(number, ends[:-1, None], np.diff(ends)[:, None])
+    return builder
 
 
 @dataclass(frozen=True, slots=True)

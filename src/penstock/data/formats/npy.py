@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from typing import IO, Any, Final
+from typing import IO, Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -17,32 +16,21 @@ from penstock.data.formats.base import IndexingJob, truncated
 from penstock.data.index import IndexBuilder
 
 
-class Npy:
-    """``.npy`` files, all of one dtype and row shape."""
-
-    name: Final = "npy"
-    options: Mapping[str, Any] = {}
-
-    def accept(self, name: str) -> bool:
-        """By suffix."""
-        return name.endswith(".npy")
-
-    def build(self, job: IndexingJob) -> IndexBuilder:
-        """A regular run for each file."""
-        builder = IndexBuilder(self.name, ("array",))
-        for number, path in enumerate(job.paths()):
-            start, shape, dtype = _header(path)
-            facts = {"dtype": dtype.str, "shape": list(shape[1:])}
-            if builder.meta and builder.meta != facts:
-                raise DatasetError(f"{path!r} has rows {facts}, the files before it {builder.meta}")
-            builder.meta = facts
-            nbytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
-            size, needs = os.path.getsize(path), start + shape[0] * nbytes
-            if size < needs:
-                raise truncated(path, size, needs, f"its array of shape {shape}")
-            builder.regular(number, shape[0], (start, nbytes, nbytes))
-            job.done(number + 1)
-        return builder
+def build(job: IndexingJob) -> IndexBuilder:
+    """Index ``.npy`` files, all of one dtype and row shape: a regular run for each file."""
+    builder = IndexBuilder("npy", ("array",))
+    for number, path in enumerate(job.paths()):
+        start, shape, dtype = _header(path)
+        facts = {"dtype": dtype.str, "shape": list(shape[1:])}
+        if builder.meta and builder.meta != facts:
+            raise DatasetError(f"{path!r} has rows {facts}, the files before it {builder.meta}")
+        builder.meta = facts
+        nbytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+        size, needs = os.path.getsize(path), start + shape[0] * nbytes
+        if size < needs:
+            raise truncated(path, size, needs, f"its array of shape {shape}")
+        builder.regular(number, shape[0], (start, nbytes, nbytes))
+    return builder
 
 
 def _header(path: str) -> tuple[int, tuple[int, ...], np.dtype[Any]]:

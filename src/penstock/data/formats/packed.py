@@ -46,34 +46,23 @@ class Tables:
         return b"".join(part.tobytes() for part in (*parts, *more))
 
 
-class Packed:
-    """``.pstk`` files with the same fields."""
-
-    name: Final = "packed"
-    options: Mapping[str, Any] = {}
-
-    def accept(self, name: str) -> bool:
-        """By suffix."""
-        return name.endswith(SUFFIX)
-
-    def build(self, job: IndexingJob) -> IndexBuilder:
-        """A run for each file: regular if its records are equal."""
-        builder: IndexBuilder | None = None
-        labels: list[NDArray[np.int32]] = []
-        for number, path in enumerate(job.paths()):
-            header, tables = read_tables(path)
-            if builder is None:
-                builder = IndexBuilder(self.name, header["fields"])
-                builder.meta = {"source": header["format"], "meta": header["meta"]}
-            if list(builder.fields) != header["fields"]:
-                raise DatasetError(f"{path!r} has fields {header['fields']}, others before it")
-            add_records(builder, number, tables)
-            builder.sums.append(tables.sums)
-            labels.append(tables.labels)
-            job.done(number + 1)
-        assert builder is not None, "there is a file"
-        builder.labels = np.concatenate(labels)
-        return builder
+def build(job: IndexingJob) -> IndexBuilder:
+    """Index ``.pstk`` files with the same fields: a run for each, regular if its records are equal."""
+    builder: IndexBuilder | None = None
+    labels: list[NDArray[np.int32]] = []
+    for number, path in enumerate(job.paths()):
+        header, tables = read_tables(path)
+        if builder is None:
+            builder = IndexBuilder("packed", header["fields"])
+            builder.meta = {"source": header["format"], "meta": header["meta"]}
+        if list(builder.fields) != header["fields"]:
+            raise DatasetError(f"{path!r} has fields {header['fields']}, others before it")
+        add_records(builder, number, tables)
+        builder.sums.append(tables.sums)
+        labels.append(tables.labels)
+    assert builder is not None, "there is a file"
+    builder.labels = np.concatenate(labels)
+    return builder
 
 
 def add_records(builder: IndexBuilder, number: int, tables: Tables) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -12,33 +11,25 @@ from penstock.data.formats.base import IndexingJob, need
 from penstock.data.index import IndexBuilder
 
 
-class Parquet:
-    """``.parquet`` files. Pages are compressed by column: less than a row group cannot be read alone."""
+def build(job: IndexingJob) -> IndexBuilder:
+    """Index ``.parquet`` files: a table for each. A sample is a row group.
 
-    name: Final = "parquet"
-    options: Mapping[str, Any] = {}
-
-    def accept(self, name: str) -> bool:
-        """By suffix."""
-        return name.endswith(".parquet")
-
-    def build(self, job: IndexingJob) -> IndexBuilder:
-        """A table for each file."""
-        need("pyarrow", "an index of Parquet files")
-        parquet = need("pyarrow.parquet", "an index of Parquet files")
-        builder = IndexBuilder(self.name, ("group",))
-        for number, path in enumerate(job.paths()):
-            try:
-                metadata = parquet.read_metadata(path)
-            except (OSError, ValueError) as error:
-                raise DatasetError(
-                    f"{path!r} is no whole Parquet file: {error}; if it is truncated copy it again"
-                ) from error
-            ranges = [_range(metadata.row_group(i)) for i in range(metadata.num_row_groups)]
-            table = np.array(ranges, np.int64).reshape(-1, 2)
-            builder.table(number, table[:, :1], table[:, 1:])
-            job.done(number + 1)
-        return builder
+    Pages are compressed by column, so less than a row group cannot be read alone.
+    """
+    need("pyarrow", "an index of Parquet files")
+    parquet = need("pyarrow.parquet", "an index of Parquet files")
+    builder = IndexBuilder("parquet", ("group",))
+    for number, path in enumerate(job.paths()):
+        try:
+            metadata = parquet.read_metadata(path)
+        except (OSError, ValueError) as error:
+            raise DatasetError(
+                f"{path!r} is no whole Parquet file: {error}; if it is truncated copy it again"
+            ) from error
+        ranges = [_range(metadata.row_group(i)) for i in range(metadata.num_row_groups)]
+        table = np.array(ranges, np.int64).reshape(-1, 2)
+        builder.table(number, table[:, :1], table[:, 1:])
+    return builder
 
 
 def _range(group: Any) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -28,41 +27,30 @@ _Tensor = tuple[dict[str, Any], int, tuple[int, int]]
 """Facts for decoding; rows; begin and end of its bytes in the file, behind the header."""
 
 
-class Safetensors:
-    """``.safetensors`` files with tensors of the same names."""
-
-    name: Final = "safetensors"
-    options: Mapping[str, Any] = {}
-
-    def accept(self, name: str) -> bool:
-        """By suffix."""
-        return name.endswith(".safetensors")
-
-    def build(self, job: IndexingJob) -> IndexBuilder:
-        """A regular run for each file."""
-        builder: IndexBuilder | None = None
-        for number, path in enumerate(job.paths()):
-            start, tensors = _header(path)
-            fields = {name: facts for name, (facts, *_) in tensors.items()}
-            rows = {count for _, count, _ in tensors.values()}
-            if len(rows) != 1:
-                raise DatasetError(
-                    f"{path!r}: tensors have {sorted(rows)} rows; a sample is a row of each, so they must"
-                    " have as many"
-                )
-            builder = IndexBuilder(self.name, tuple(fields)) if builder is None else builder
-            if builder.meta and builder.meta != {"fields": fields}:
-                raise DatasetError(f"{path!r} has tensors {fields}, the files before it others")
-            builder.meta = {"fields": fields}
-            columns = []
-            for name in fields:
-                _, count, (begin, end) = tensors[name]
-                nbytes = (end - begin) // max(1, count)
-                columns.append((start + begin, nbytes, nbytes))
-            builder.regular(number, rows.pop(), *columns)
-            job.done(number + 1)
-        assert builder is not None, "there is a file"
-        return builder
+def build(job: IndexingJob) -> IndexBuilder:
+    """Index ``.safetensors`` files with tensors of the same names: a regular run for each."""
+    builder: IndexBuilder | None = None
+    for number, path in enumerate(job.paths()):
+        start, tensors = _header(path)
+        fields = {name: facts for name, (facts, *_) in tensors.items()}
+        rows = {count for _, count, _ in tensors.values()}
+        if len(rows) != 1:
+            raise DatasetError(
+                f"{path!r}: tensors have {sorted(rows)} rows; a sample is a row of each, so they must"
+                " have as many"
+            )
+        builder = IndexBuilder("safetensors", tuple(fields)) if builder is None else builder
+        if builder.meta and builder.meta != {"fields": fields}:
+            raise DatasetError(f"{path!r} has tensors {fields}, the files before it others")
+        builder.meta = {"fields": fields}
+        columns = []
+        for name in fields:
+            _, count, (begin, end) = tensors[name]
+            nbytes = (end - begin) // max(1, count)
+            columns.append((start + begin, nbytes, nbytes))
+        builder.regular(number, rows.pop(), *columns)
+    assert builder is not None, "there is a file"
+    return builder
 
 
 def _header(path: str) -> tuple[int, dict[str, _Tensor]]:

@@ -6,7 +6,7 @@ import os
 import re
 import tarfile
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -20,37 +20,24 @@ _META: Final = re.compile("__[^/]*__($|/)")
 """Names of what is about the archive."""
 
 
-class Tar:
-    """Uncompressed ``.tar`` files. A field is a name's extension, from the first dot on, in lower case.
+def build(job: IndexingJob) -> IndexBuilder:
+    """Index uncompressed ``.tar`` files: a table for each shard.
 
-    As WebDataset has it, members without an extension, or in a folder such as ``__notes__``, are no
-    samples; nor are hidden ones.
+    A field is a name's extension, from the first dot on, in lower case. As WebDataset has it, members
+    without an extension, or in a folder such as ``__notes__``, are no samples; nor are hidden ones.
     """
-
-    name: Final = "webdataset"
-    options: Mapping[str, Any] = {}
-
-    def accept(self, name: str) -> bool:
-        """By suffix."""
-        return name.endswith(".tar")
-
-    def build(self, job: IndexingJob) -> IndexBuilder:
-        """A table for each shard."""
-        fields: dict[str, int] = {}
-        shards = []
-        for number, path in enumerate(job.paths()):
-            shards.append(_members(path, fields))
-            job.done(number + 1)
-        builder = IndexBuilder(self.name, tuple(fields))
-        for number, (samples, which, offsets, sizes) in enumerate(shards):
-            count = samples[-1] + 1 if len(samples) else 0
-            where = np.zeros((count, len(fields)), np.int64)
-            length = np.full((count, len(fields)), -1, np.int64)
-            rows = np.frombuffer(samples, np.int64), np.frombuffer(which, np.int64)
-            where[rows] = np.frombuffer(offsets, np.int64)
-            length[rows] = np.frombuffer(sizes, np.int64)
-            builder.table(number, where, length)
-        return builder
+    fields: dict[str, int] = {}
+    shards = [_members(path, fields) for path in job.paths()]
+    builder = IndexBuilder("webdataset", tuple(fields))
+    for number, (samples, which, offsets, sizes) in enumerate(shards):
+        count = samples[-1] + 1 if len(samples) else 0
+        where = np.zeros((count, len(fields)), np.int64)
+        length = np.full((count, len(fields)), -1, np.int64)
+        rows = np.frombuffer(samples, np.int64), np.frombuffer(which, np.int64)
+        where[rows] = np.frombuffer(offsets, np.int64)
+        length[rows] = np.frombuffer(sizes, np.int64)
+        builder.table(number, where, length)
+    return builder
 
 
 def _members(path: str, fields: dict[str, int]) -> tuple[Any, Any, Any, Any]:

@@ -12,50 +12,40 @@ from penstock.core.errors import ConfigError, DatasetError
 from penstock.data.formats.base import IndexingJob
 from penstock.data.index import IndexBuilder
 
+OPTIONS: Final[Mapping[str, Any]] = {
+    "dtype": "uint16",
+    "context": None,
+    "stride": None,
+    "extra": 1,
+    "header_bytes": 0,
+}
 _MOST: Final = 2**40
 """Tokens of a sample, or bytes of a header."""
 
 
-class Tokens:
-    """``.bin`` or ``.tok`` files of one integer after another."""
-
-    name: Final = "tokens"
-    options: Mapping[str, Any] = {
-        "dtype": "uint16",
-        "context": None,
-        "stride": None,
-        "extra": 1,
-        "header_bytes": 0,
-    }
-
-    def accept(self, name: str) -> bool:
-        """By suffix."""
-        return name.endswith((".bin", ".tok", ".tokens"))
-
-    def build(self, job: IndexingJob) -> IndexBuilder:
-        """A regular run for each file; windows do not reach from one to the next."""
-        context, extra = job.options["context"], job.options["extra"]
-        stride = context if job.options["stride"] is None else job.options["stride"]
-        start = job.options["header_bytes"]
-        numbers = ((context, 1), (stride, 1), (extra, 0), (start, 0))
-        if not all(type(each) is int and least <= each <= _MOST for each, least in numbers):
-            raise ConfigError(
-                f"a token file needs context=..., the tokens of a sample (and stride=..., context if not"
-                f" given; extra=..., tokens beyond, 1; header_bytes=..., 0), whole numbers up to {_MOST}:"
-                f" {dict(job.options)}"
-            )
-        dtype = _dtype(job.options["dtype"])
-        builder = IndexBuilder(self.name, ("tokens",))
-        builder.meta = {"dtype": dtype.str, "shape": [context + extra]}
-        length = (context + extra) * dtype.itemsize
-        for number, path in enumerate(job.paths()):
-            room = os.path.getsize(path) - start
-            if room < 0 or room % dtype.itemsize:
-                raise DatasetError(f"{path!r}: {room} bytes are no whole number of {dtype}")
-            count = max(0, (room - length) // (stride * dtype.itemsize) + 1)
-            builder.regular(number, count, (start, stride * dtype.itemsize, length))
-            job.done(number + 1)
-        return builder
+def build(job: IndexingJob) -> IndexBuilder:
+    """Index files of one integer after another: a regular run for each; no window spans two files."""
+    context, extra = job.options["context"], job.options["extra"]
+    stride = context if job.options["stride"] is None else job.options["stride"]
+    start = job.options["header_bytes"]
+    numbers = ((context, 1), (stride, 1), (extra, 0), (start, 0))
+    if not all(type(each) is int and least <= each <= _MOST for each, least in numbers):
+        raise ConfigError(
+            f"a token file needs context=..., the tokens of a sample (and stride=..., context if not"
+            f" given; extra=..., tokens beyond, 1; header_bytes=..., 0), whole numbers up to {_MOST}:"
+            f" {dict(job.options)}"
+        )
+    dtype = _dtype(job.options["dtype"])
+    builder = IndexBuilder("tokens", ("tokens",))
+    builder.meta = {"dtype": dtype.str, "shape": [context + extra]}
+    length = (context + extra) * dtype.itemsize
+    for number, path in enumerate(job.paths()):
+        room = os.path.getsize(path) - start
+        if room < 0 or room % dtype.itemsize:
+            raise DatasetError(f"{path!r}: {room} bytes are no whole number of {dtype}")
+        count = max(0, (room - length) // (stride * dtype.itemsize) + 1)
+        builder.regular(number, count, (start, stride * dtype.itemsize, length))
+    return builder
 
 
 def _dtype(name: Any) -> np.dtype[Any]:

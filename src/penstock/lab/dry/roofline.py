@@ -108,11 +108,10 @@ def retimed(profile: Profile, machine: Machine) -> Profile:
     return replace(
         profile,
         slots=tuple(
-            slot.moved(
-                at(slot.saved_at_ns),
-                None if slot.needed_at_ns is None else at(slot.needed_at_ns),
-                slot.small_bytes,
-                slot.small_bytes_at_need,
+            replace(
+                slot,
+                saved_at_ns=at(slot.saved_at_ns),
+                needed_at_ns=None if slot.needed_at_ns is None else at(slot.needed_at_ns),
             )
             for slot in profile.slots
         ),

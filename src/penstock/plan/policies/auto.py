@@ -11,8 +11,7 @@
    order of their lower bounds, and the rest is offloaded by rank or by lifetime, to one tier after the
    other or to both. Then come sets with one module more or less than the best.
 4. The best of these, and then the next best, are changed slot by slot, module by module: kept, moved to
-   host memory, moved to flash, recomputed, swapped, encoded or not, read back later, as long as the step
-   becomes shorter.
+   host memory, moved to flash, recomputed, swapped, encoded or not, as long as the step becomes shorter.
 
 The search ends when ``search.WORK_SLOTS`` is spent and something fits. Step 2 is then complete for
 profiles of some thousand slots; for larger ones the last of its policies may not have been replayed.

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Final
 
 from penstock.plan.profile import Profile
-from penstock.plan.replay.moves import OFFLOADED
+from penstock.plan.residency import OFFLOADED
 
 JOIN: Final = 4
 """Event beyond those of profiles: the end of the layer during which a slot is written."""

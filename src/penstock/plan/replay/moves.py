@@ -20,14 +20,11 @@ from penstock.plan.replay.lanes import (
     ReplayLane,
     ReplayLanes,
 )
+from penstock.plan.residency import OFFLOADED, RECOMPUTED
 
 HOST: Final = 0
 FLASH: Final = 1
 TIERS: Final = {"host": HOST, "flash": FLASH}
-
-KEPT: Final = 0
-OFFLOADED: Final = 1
-RECOMPUTED: Final = 2
 
 
 @dataclass(slots=True)

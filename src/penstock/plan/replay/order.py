@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
-from penstock.plan.replay.moves import OFFLOADED, Moves
+from penstock.plan.replay.moves import Moves
+from penstock.plan.residency import OFFLOADED
 
 
 class NeedOrder:

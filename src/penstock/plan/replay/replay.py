@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from penstock.plan.convolution import Limits, with_algorithms
+from penstock.plan.convolution import with_algorithms
 from penstock.plan.machine import Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 from penstock.plan.replay.lanes import ReplayLane
 from penstock.plan.replay.moves import FLASH, HOST, Channels, Moves, channels_of, moves_of
-from penstock.plan.replay.recompute import reruns_of
+from penstock.plan.replay.recompute import recomputed_segments
 from penstock.plan.replay.result import Replayed, TierUse
 from penstock.plan.replay.timeline import average_bytes, trace_of
 from penstock.plan.replay.walk import Walk
@@ -28,13 +28,13 @@ def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = Fals
     Raises:
         PlanError: The plan recomputes something for which the profile has no operators.
     """
-    begin_ns, end_ns = _computed(profile, machine, ()).axis_ns
+    begin_ns, end_ns = with_algorithms(profile, machine, ()).axis_ns
     ideal_ns = end_ns - begin_ns
-    profile = _computed(profile, machine, plan.workspace_limits)
+    profile = with_algorithms(profile, machine, plan.workspace_limits)
     moves = moves_of(profile, plan, machine)
     channels = channels_of(moves, machine)
-    reruns = reruns_of(profile, plan, moves.action)
-    walk = Walk(profile, plan, moves, channels, reruns, interference=machine.interference)
+    segments = recomputed_segments(profile, plan, moves.action)
+    walk = Walk(profile, plan, moves, channels, segments, interference=machine.interference)
     walk.run()
     capacity = (plan.budgets.host_bytes, plan.budgets.flash_bytes)
     host, flash = (_tier_use(walk, moves, channels, tier) for tier in (HOST, FLASH))
@@ -62,17 +62,6 @@ def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = Fals
         and all(peak <= room for peak, room in zip(walk.held.tier_peak, capacity, strict=True)),
         trace=trace_of(profile, walk, moves, channels) if trace else None,
     )
-
-
-def _computed(profile: Profile, machine: Machine, lean: Limits) -> Profile:
-    """Return the profile with its convolutions as this machine computes them; cached."""
-    if machine.compute is None or not profile.operators:
-        return profile
-    key = (machine.compute, lean)
-    known = profile.derived.get(key)
-    if known is None:
-        known = profile.derived[key] = with_algorithms(profile, machine, lean)
-    return known
 
 
 def _tier_use(walk: Walk, moves: Moves, channels: Channels, tier: int) -> TierUse:

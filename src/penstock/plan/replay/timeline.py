@@ -8,9 +8,10 @@ from itertools import accumulate
 
 from penstock.plan.profile import Event, Profile
 from penstock.plan.replay.lanes import ReplayLane
-from penstock.plan.replay.moves import KEPT, Channels, Moves
+from penstock.plan.replay.moves import Channels, Moves
 from penstock.plan.replay.result import Interval, Level, Residence, Trace
 from penstock.plan.replay.walk import Walk
+from penstock.plan.residency import KEPT
 
 _Change = tuple[int, int]
 """(time in ns, change in bytes)."""

@@ -23,16 +23,18 @@ If a storage is held elsewhere, offloading it frees the budget, and it need not 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Event, Profile
 from penstock.plan.replay.joins import JOIN, with_joins
 from penstock.plan.replay.lanes import CANCELLED, NOT_YET, LaneEnds
-from penstock.plan.replay.moves import OFFLOADED, RECOMPUTED, Channels, Moves
+from penstock.plan.replay.moves import Channels, Moves
 from penstock.plan.replay.occupancy import HeldBytes
 from penstock.plan.replay.order import NeedOrder
-from penstock.plan.replay.recompute import DROP, Recomputation, with_drops
+from penstock.plan.replay.recompute import DROP, with_drops
+from penstock.plan.residency import OFFLOADED, RECOMPUTED, Segment
 
 # States of slots that are not kept. Transfers are in flight only in WRITING, PREFETCHED and UNNEEDED.
 _NEW: Final = 0
@@ -70,7 +72,7 @@ class Walk:
         plan: Plan,
         moves: Moves,
         channels: Channels,
-        reruns: dict[int, Recomputation],
+        segments: Sequence[Segment],
         *,
         interference: float,
     ) -> None:
@@ -79,7 +81,8 @@ class Walk:
         self._channels = channels
         self._lanes = channels.lanes
         self._endings = LaneEnds(channels.lanes, tuple(channels.out.values()))
-        self._reruns = reruns
+        self._segments = segments
+        self._segment_of = {i: one for one in segments for i in one.slots}
         self._slower = round(interference * _MILLION)
         self._slowed = False  # True if bytes may be moving, so that compute is slower
         self._window = plan.budgets.device_bytes if plan.joined else plan.window_bytes
@@ -107,7 +110,7 @@ class Walk:
         changes = self.held.changes
         save, use = Event.SAVE, Event.USE
         now, gate = 0, min(self.held.peak_bytes, self.held.limit)
-        steps = with_drops(self._profile, self._reruns)
+        steps = with_drops(self._profile, self._segments)
         if self._joined:
             steps = with_joins(self._profile, action, steps)
         for when, event, i in steps:
@@ -264,7 +267,7 @@ class Walk:
             now = self._fetch(i, now)
         elif action == RECOMPUTED:
             if self._state[i] == _ABSENT:
-                now = self._recompute(self._reruns[i], now)
+                now = self._recompute(self._segment_of[i], now)
             self._state[i] = _RETURNED
         if index in self._order.slots:
             now = self._prefetch(index, i, now)
@@ -312,19 +315,20 @@ class Walk:
             self._channels.back[self._moves.tier[i]].go_first(i)
         return self._lanes.end_of(i, arrived)
 
-    def _recompute(self, rerun: Recomputation, now: int) -> int:
-        state, sizes, slots = self._state, self.held.sizes, self._profile.slots
-        for i in rerun.inputs:
-            now = self._fetch(i, now)
-        made = [i for i in rerun.slots if state[i] == _ABSENT and slots[i].needed_at_ns is not None]
-        small = max(self._small[i] for i in rerun.slots)
+    def _recompute(self, segment: Segment, now: int) -> int:
+        state, sizes = self._state, self.held.sizes
+        for i in segment.inputs:
+            if self._moves.action[i] == OFFLOADED:
+                now = self._fetch(i, now)
+        made = [i for i in segment.slots if state[i] == _ABSENT]
+        small = max(self._small[i] for i in segment.slots)
         now = self._wait_for_room(sum(sizes[i] for i in made), small, now)
         for i in made:
             self.held.allocate(i, now)
             state[i] = _RESIDENT
-        self.recompute_ns += rerun.took_ns
-        self.delays.append((self._clock_ns, rerun.took_ns))
-        return self._compute(rerun.took_ns, now)
+        self.recompute_ns += segment.took_ns
+        self.delays.append((self._clock_ns, segment.took_ns))
+        return self._compute(segment.took_ns, now)
 
     def _drop(self, i: int, now: int) -> None:
         if self._state[i] == _RESIDENT:

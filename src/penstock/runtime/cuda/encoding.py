@@ -18,8 +18,8 @@
       streams]). Its memory is allocated, and freed, on the worker's stream.
     - Back: a target is allocated by the thread that asks, as ever. Its frames are read to memory of the
       worker's stream, which waits for each copy (rule 5) and for what used the target's memory before
-      (rule 4), and decodes. That fills the target by kernels, so whoever uses it waits for an event
-      behind them, as for what is made again (rule 7). Checks of a frame depend on the data, too, so the
+      (rule 4), and decodes. That fills the target by kernels, so a stream that uses it waits for an event
+      behind them, as for recomputed storages (rule 7). Checks of a frame depend on the data, too, so the
       worker waits for each piece before it says that the target is filled, or what is wrong with a
       frame. So the event has been reached long before, and nothing touches a target that is given up.
 
@@ -88,7 +88,7 @@ class DeviceCoder:
     def encode_piece(self, job: FrameJob, index: int, slot: Slot) -> int:
         """Encode on the device; where it has no memory for that, the piece goes as it is."""
         frames, storage = job.frames, job.memory
-        assert storage is not None, "a source was let go of before its end"
+        assert storage is not None, "a source was dropped before its end"
         start, nbytes = frames.range_of(index)
         try:
             with self._waiting(frames.device):

@@ -13,9 +13,9 @@ shorter one, or none: then nothing is known of the storage, and it goes as it is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -26,13 +26,11 @@ from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_byt
 from penstock.core.units import KIB, MIB
 from penstock.plan.encoding import MARGIN
 from penstock.plan.profile import CodecSample
-from penstock.runtime.cuda.link import CudaLink
+from penstock.runtime.cuda.link import CudaLink, device_time
 from penstock.runtime.sampling import STRETCH_BYTES, chosen_codecs, stretches
 from penstock.staging import bytes_of
 from penstock.store.account import Account
 from penstock.store.frames import SCRATCH
-
-T = TypeVar("T")
 
 PROBE_BYTES: Final = 8 * MIB
 """Bytes on which a codec's speed is measured."""
@@ -141,20 +139,12 @@ class DeviceSampler:
 
     def _round(self, name: str, row: Tensor, dtype: str) -> tuple[float, tuple[float, float]]:
         """Encode and decode a row: what is left of it, and how fast that was."""
-        frame, encode_ns = self._timed(lambda: encode_tensor(name, row, dtype), row)
-        _, decode_ns = self._timed(lambda: decode_tensor(frame, row.numel()), row)
+        link, device = self._link, row.device
+        frame, encode_ns = device_time(link, device, lambda _: encode_tensor(name, row, dtype))
+        _, decode_ns = device_time(link, device, lambda _: decode_tensor(frame, row.numel()))
         source = row.numel()
         speeds = source * 1e9 / encode_ns, source * 1e9 / decode_ns
         return (frame.numel() - HEADER_BYTES) / source, speeds
-
-    def _timed(self, call: Callable[[], T], row: Tensor) -> tuple[T, int]:
-        link = self._link
-        stream = link.current_stream(row.device)
-        start = link.record(stream, timed=True)
-        result = call()
-        end = link.record(stream, timed=True)
-        link.synchronize(end)
-        return result, max(1, link.elapsed_ns(start, end))
 
 
 def _room(names: list[str], dtype: str, nbytes: int) -> int:

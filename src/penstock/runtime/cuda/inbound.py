@@ -2,126 +2,94 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
-from penstock.core.errors import ClosedError, ConfigError
-from penstock.core.locks import Lock, defer
+from penstock.core.errors import ClosedError
+from penstock.core.locks import Lock
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.lanes import Copy, CopyLanes, Direction
-from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.pinned import PinnedBlock, Slab, Waiting
-from penstock.runtime.cuda.stream_table import StreamTable
-from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill, Where
-from penstock.runtime.movers import RESTORED
-from penstock.store.account import Account
-from penstock.store.base import Ticket
+from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill
+from penstock.store.base import Ticket, check_readable
 
 
 class FlashRead:
-    """A read whose bytes go from flash to a buffer first. Guarded by the mover's lock."""
+    """A read from flash on its way to a target. Guarded by the mover's lock."""
 
     def __init__(
         self,
+        lock: Lock,
         ticket: CudaTicket,
         on_flash: Ticket,
         target: CudaTarget,
         priority: Priority,
-        inbound: Inbound,
     ) -> None:
         self.ticket = ticket
         self.on_flash = on_flash
-        self.target = target
+        self.target: CudaTarget | None = target
+        """Held until the transfer is about to be settled."""
         self.priority = priority
         self.beyond = False
         """True if the buffer is outside the slab: to enqueue its copy takes as long as the copy."""
-        self.inner: Transfer | None = None
-        """The tier's own transfer, once begun."""
-        self.transfer = Transfer(ticket.nbytes, promote=partial(inbound.promote, self))
-        begin = partial(inbound.buffer_found, self)
-        self.waiting: Waiting | None = Waiting(on_flash.window.nbytes, priority, begin)
-        """For a buffer; ``None`` from then on, or this cycle would keep the target alive."""
+        self.promote_waiting: Callable[[Priority], None] | None = None
+        """Raises the priority of the wait for a buffer, if there is one."""
+        self.transfer = Transfer(ticket.nbytes, promote=self._promote)
+        self._lock = lock
+        self._inner: Transfer | None = None
+
+    def begin(self, address: int, keep_alive: object) -> Transfer:
+        """Begin the tier's own transfer to ``address``."""
+        tier, asked = self.ticket.tier, self.priority
+        inner = tier.read(self.on_flash, address, keep_alive=keep_alive, priority=asked)
+        with self._lock:
+            self._inner = inner
+            promoted = self.priority < asked
+        if promoted:
+            inner.promote(self.priority)
+        return inner
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Drop the target, and settle the transfer."""
+        self.target = None
+        self.transfer.settle(error)
+
+    def _promote(self, transfer: Transfer, priority: Priority) -> None:
+        with self._lock:
+            self.priority = min(self.priority, priority)
+            inner, promote_waiting = self._inner, self.promote_waiting
+        if inner is not None:
+            inner.promote(priority)
+        elif promote_waiting is not None:
+            promote_waiting(priority)
 
 
 class Inbound:
-    """Restores storages. Thread-safe; waits for nothing."""
+    """Fills targets. Thread-safe; waits for nothing."""
 
     def __init__(
-        self,
-        *,
-        link: CudaLink,
-        lock: Lock,
-        table: StreamTable,
-        lanes: CopyLanes,
-        recorder: Recorder,
-        budget: Account,
-        staging: Slab | None,
+        self, *, lock: Lock, lanes: CopyLanes, recorder: Recorder, staging: Slab | None
     ) -> None:
-        """Restore nothing yet.
+        """Read nothing yet.
 
         Args:
-            link: To the devices.
             lock: Guards tickets.
-            table: Is told of what is restored.
             lanes: To copy on.
             recorder: Gets counters.
-            budget: Targets are charged to it until they die.
             staging: What comes from flash passes through it.
         """
         self.closing = False
-        self._link = link
         self._lock = lock
         self._lanes = lanes
         self._recorder = recorder
-        self.budget_of: Callable[[torch.device], Account] = lambda device: budget
         self._staging = staging
-        self._table = table
-
-    # -- targets ----------------------------------------------------------------------------------
-
-    def allocate(
-        self, ticket: CudaTicket, *, force: bool, budget: Account | None = None
-    ) -> CudaTarget | None:
-        """Memory on the current stream of the ticket's device, charged until the storage dies."""
-        nbytes, device = ticket.nbytes, ticket.device
-        budget = budget or self.budget_of(device)
-        if force:
-            budget.force(nbytes, RESTORED)
-        elif not budget.try_take(nbytes, RESTORED):
-            return None
-        try:
-            storage = self._link.empty_target(nbytes, device)
-        except BaseException as error:
-            budget.free(nbytes, RESTORED)
-            if force or not isinstance(error, torch.OutOfMemoryError):
-                raise
-            self._recorder.count("device.out_of_memory")
-            return None
-        weakref.finalize(storage, defer, budget.free, nbytes, RESTORED).atexit = False
-        stream = self._link.current_stream(device)
-        return CudaTarget(storage, self._link.record(stream), Fill(stream))
-
-    def finish(self, target: CudaTarget) -> torch.UntypedStorage:
-        """The target as a storage; who uses it comes after its copy."""
-        self._table.restored(target.storage, target.fill)
-        return target.storage
-
-    def made(self, storage: torch.UntypedStorage) -> None:
-        """Kernels of the current stream make a storage again: rule 7 of the note."""
-        stream = self._link.current_stream(storage.device)
-        self._table.restored(storage, Fill(stream, made=self._link.record(stream)))
-
-    # -- reading ----------------------------------------------------------------------------------
 
     def read(self, ticket: CudaTicket, target: CudaTarget, priority: Priority) -> Transfer:
-        """Begin to fill ``target``: from the ticket's buffer, or from flash by way of another."""
+        """Begin to fill ``target``: from the ticket's buffer, or from flash."""
         with self._lock:
+            check_readable(ticket, ticket.tier.spec)
             buffer, on_flash = ticket.buffer, ticket.on_flash
-            self._check_readable(ticket)
             if buffer is not None:
                 buffer.slab.join(buffer)
         if buffer is not None:
@@ -129,77 +97,62 @@ class Inbound:
             self._copy_in(ticket, target, (buffer, 0), transfer, _lane_for(priority))
             return transfer
         assert on_flash is not None, "bytes are on flash, but the tier has given no ticket"
-        assert self._staging is not None, "bytes are on flash, but nothing to stage them in is left"
-        read = FlashRead(ticket, on_flash, target, priority, self)
-        assert read.waiting is not None, "a read that has not begun waits for nothing"
-        found, queued = self._staging.take_or_wait(read.waiting)
-        if not queued:
-            self._fetch(read, found)
+        read = FlashRead(self._lock, ticket, on_flash, target, priority)
+        self._begin(read)
         return read.transfer
 
-    def _check_readable(self, ticket: CudaTicket) -> None:
-        if ticket.discarded or ticket.where not in (Where.STAGED, Where.ON_FLASH):
-            state = "was discarded" if ticket.discarded else f"is {ticket.where.value}"
-            raise ConfigError(
-                f"{ticket.label}: read from tier {ticket.tier.spec.name}, but it {state};"
-                " wait for ticket.written first, and discard it last"
-            )
-
-    def promote(self, read: FlashRead, transfer: Transfer, priority: Priority) -> None:
-        """For the read's transfer: somebody waits for it."""
-        with self._lock:
-            read.priority = min(read.priority, priority)
-            inner, waiting = read.inner, read.waiting
-        if inner is not None:
-            inner.promote(priority)
-        elif waiting is not None and self._staging is not None:
-            self._staging.promote(waiting, priority)
+    def _begin(self, read: FlashRead) -> None:
+        """Take a buffer and begin to read from flash, or wait for one."""
+        staging = self._staging
+        assert staging is not None, "bytes are on flash, but nothing to stage them in is left"
+        nbytes, priority = read.on_flash.window.nbytes, read.priority
+        waiting = Waiting(nbytes, priority, partial(self.buffer_found, read))
+        read.promote_waiting = partial(staging.promote, waiting)
+        buffer, queued = staging.take_or_wait(waiting)
+        if not queued:
+            self._fetch(read, buffer)
 
     def buffer_found(self, read: FlashRead, buffer: PinnedBlock | None) -> None:
         """For the slab, in its thread or when the session ends."""
         if self.closing:
-            read.waiting = None
+            read.promote_waiting = None
             if buffer is not None:
                 buffer.slab.release(buffer)
                 buffer.slab.leave(buffer)
-            read.transfer.settle(ClosedError(f"{read.ticket.label}: the session was closed"))
+            read.settle(ClosedError(f"{read.ticket.label}: the session was closed"))
             return
         try:
             self._fetch(read, buffer)
         except Exception as error:  # noqa: BLE001  (whoever waits for the bytes gets it)
-            read.transfer.settle(error)
+            read.settle(error)
 
     def _fetch(self, read: FlashRead, buffer: PinnedBlock | None) -> None:
-        """Begin to read from flash; if waiting for a buffer is in vain, to one outside the slab."""
-        read.waiting = None
+        """Begin to read from flash; to a buffer outside the slab, if there will be none inside."""
+        read.promote_waiting = None  # or this cycle would keep the target alive
         if buffer is None:
             assert self._staging is not None, "a read without a staging memory"
             self._recorder.count("staging.beyond")
             buffer = self._staging.beyond(read.on_flash.window.nbytes)
             read.beyond = True
         buffer.slab.release(buffer)  # it is free after the copy to the device
-        tier, asked = read.ticket.tier, read.priority
         try:
-            inner = tier.read(read.on_flash, buffer.address, keep_alive=buffer, priority=asked)
+            inner = read.begin(buffer.address, buffer)
         except BaseException:
             buffer.slab.leave(buffer)
             raise
-        with self._lock:
-            read.inner = inner
-            promoted = read.priority < asked
-        if promoted:
-            inner.promote(read.priority)
         inner.add_done_callback(partial(self._fetched, read, buffer))
 
     def _fetched(self, read: FlashRead, buffer: PinnedBlock, inner: Transfer) -> None:
         """In a worker of the engine."""
         if inner.error is not None:
             buffer.slab.leave(buffer)
-            read.transfer.settle(inner.error)
+            read.settle(inner.error)
             return
+        target = read.target
+        assert target is not None, "a target was dropped before its read"
         source = buffer, read.on_flash.window.skew
         lane: Direction = "beyond" if read.beyond else _lane_for(read.priority)
-        self._copy_in(read.ticket, read.target, source, read.transfer, lane)
+        self._copy_in(read.ticket, target, source, read.transfer, lane)
 
     def _copy_in(
         self,

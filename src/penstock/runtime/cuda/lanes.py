@@ -1,7 +1,7 @@
 """Lanes: copies between a device and host memory, one kind each, and what waits for their end.
 
 A copy is *issued* when it has been enqueued on the lane's stream, and has *landed* when the device is
-done with it, which the lane's thread waits for. Only then may its memory be let go of.
+done with it, which the lane's thread waits for. Only then may its memory be freed.
 
 [Note: when copies happened]
     What is recorded is device time, between two events on the lane's stream just around the copy, so
@@ -30,7 +30,7 @@ from penstock.runtime.cuda.link import CudaLink, Event
 StartThread: TypeAlias = Callable[[Callable[[], None], str], None]
 """How to run something in a thread of a name."""
 Direction: TypeAlias = Literal["out", "in", "demand", "beyond", "fence-out", "fence-in", "digest"]
-"""From the device to the host, or to the device: ahead of time, or because somebody waits for it (on a
+"""From the device to the host, or to the device: ahead of time, or on demand (on a
 stream of its own, so that it overtakes the first), or from memory that is not pinned. Or what comes
 before and after I/O that needs no copy: the host waits for what uses the memory, or makes a digest."""
 _INWARDS: Final = ("in", "demand", "beyond")
@@ -42,8 +42,8 @@ class Copy:
     """One copy. ``storage`` keeps the device's side alive; the host's is the submitter's to keep."""
 
     storage: torch.UntypedStorage | None
-    """The device's side, all of it. The lane drops it just before ``landed``; whoever has otherwise
-    made sure that the memory is not used again before the copy's end may do so earlier."""
+    """The device's side, all of it. The lane drops it just before ``landed``; it may be dropped earlier
+    if the memory cannot be reused before the copy's end."""
     nbytes: int
     after: tuple[Event, ...]
     """Events that precede the copy."""
@@ -211,7 +211,10 @@ class CopyLane:
             copy.after = ()
 
     def _reuse(self, *events: Event | None) -> None:
-        """Of a copy that has landed. Who is about to wait for its end may wait for a later one."""
+        """Reuse events of a copy that has landed.
+
+        A thread about to wait for one may then wait for a later record, which does no harm.
+        """
         kept = None if self._anchor is None else self._anchor[0]
         for event in events:
             if event is not None and event is not kept:
@@ -265,7 +268,16 @@ class CopyLanes:
         lane = self._lanes.get((device, direction))
         if lane is None:
             with self._lock:
-                lane = self._lanes.get((device, direction)) or self._make(device, direction)
+                lane = self._lanes.get((device, direction))
+                if lane is None:
+                    lane = self._lanes[device, direction] = CopyLane(
+                        self._link,
+                        device,
+                        direction,
+                        recorder=self._recorder,
+                        inline=self._is_inline(direction),
+                        start_thread=self._start_thread,
+                    )
         return lane
 
     def issue_inline(self, inline: bool) -> None:
@@ -301,17 +313,6 @@ class CopyLanes:
         """Stop, and wait until all has landed."""
         for lane in self.all():
             lane.close()
-
-    def _make(self, device: torch.device, direction: Direction) -> CopyLane:
-        lane = self._lanes[device, direction] = CopyLane(
-            self._link,
-            device,
-            direction,
-            recorder=self._recorder,
-            inline=self._is_inline(direction),
-            start_thread=self._start_thread,
-        )
-        return lane
 
 
 def _work_of(link: CudaLink, direction: Direction) -> tuple[Callable[..., None], Stage | None]:

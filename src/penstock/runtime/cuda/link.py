@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from penstock.runtime.cuda import pools
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
 from penstock.staging import bytes_of
 
+T = TypeVar("T")
 Stream: TypeAlias = Any
 """A queue of device work; hashable, equal if it is the same queue."""
 Event: TypeAlias = Any
@@ -249,6 +250,16 @@ class CudaLink:
         """Undo ``pin``, in a thread of its own for the same reason."""
         self._pinned.pop(address, None)
         _in_thread(_unpin, self._torch, address, device)
+
+
+def device_time(link: CudaLink, device: torch.device, call: Callable[[Stream], T]) -> tuple[T, int]:
+    """Call with the current stream; return the result, and the device time of its work in ns. Waits."""
+    stream = link.current_stream(device)
+    start = link.record(stream, timed=True)
+    result = call(stream)
+    end = link.record(stream, timed=True)
+    link.synchronize(end)
+    return result, max(1, link.elapsed_ns(start, end))
 
 
 def _takes_blocking(event: Any) -> bool:

@@ -5,36 +5,36 @@
     it needs (TRAPS rule 15). *Compute stream* is whichever stream is current at the call (never one
     that was looked up before), since backward runs in other threads than forward.
 
-    1. Out: at ``write`` an event is recorded on every stream that has worked with this storage, which
-       are those that were current when it was saved; ``.stream_table`` knows them. The stream of the
-       thread that writes need not be one: what is evicted late was produced elsewhere. The copy comes
-       after these events, even if it is issued much later.
+    1. Out: at ``write`` an event is recorded on every stream that has worked with this storage:
+       those that were current when it was saved, which ``.stream_table`` knows. The stream of the
+       writing thread need not be one: a storage that is evicted late was produced elsewhere. The copy
+       comes after these events, even if it is issued much later.
     2. The source is held until the *host* has seen the end of its copy; only then is ``written``
-       settled. Nobody waits for that: not the compute stream, not the caller.
+       settled. Neither the compute stream nor the caller waits for that.
     3. Host memory changes hands only when the host has seen the end of the copy that touches it. So a
        write to flash reads whole bytes, and a buffer is never refilled under a running copy.
     4. Back: a target is allocated on the compute stream, and an event recorded there at once: kernels
        that used the memory before may still be running. The copy comes after it.
-    5. A read settles when its copy has been *enqueued*. Whoever then uses the storage says ``use``
-       first, in its own thread: its current stream waits for the copy, the interpreter does not.
-    6. The target is held until the end of its copy, or until somebody has used it: then that stream
-       comes after the copy, and so does whatever reuses the memory. If it is another stream than the
-       one it was allocated on, the allocator is told so (``record_stream``).
-    7. What is not copied back but made again is there when the stream that makes it has come so far.
-       An event is recorded behind that, and every other stream that uses it waits for the event.
-    8. Autograd would hold what is saved until backward, and a program may rely on that: a batch that
-       a loader's stream has allocated is read on another one, and nobody tells the allocator. We let
-       go of it as soon as its copy has ended. So the allocator is told of every stream of rule 1 at
-       ``write``, and of those that come later at their first ``use``. It ignores the one that the
-       memory was allocated on. What stays until backward is not told of: that would make memory come
-       free late for nothing. The same goes for what we let go of without a copy of it all
-       (``free_early``): what is made again, and what only a small part of is saved.
+    5. A read settles when its copy has been *enqueued*. A thread that then uses the storage calls
+       ``use`` first: its current stream waits for the copy, the interpreter does not.
+    6. The target is held until the end of its copy, or until a stream uses it: that stream comes after
+       the copy, and so does whatever reuses the memory. If it is not the stream of the allocation, the
+       allocator learns of it (``record_stream``).
+    7. A recomputed storage is complete when the recomputing stream has come so far. An event is
+       recorded behind that, and every other stream that uses the storage waits for the event.
+    8. Autograd would hold saved tensors until backward, and a program may rely on that: a batch that a
+       loader's stream has allocated is read on another one, unknown to the allocator. Penstock frees it
+       as soon as its copy has ended. So at ``write`` the allocator learns of every stream of rule 1,
+       and later of further streams at their first ``use``. It ignores the stream of the allocation.
+       Storages that stay until backward are left out, since their memory would come free late for
+       nothing. The rule also holds for storages freed without a full copy (``free_early``): those that
+       are recomputed, and those of which only a small part is saved.
 
     Why the stream at the save is enough for rule 1: what an operator saves it reads or writes, on the
-    stream that is current then. What was produced on another stream before, the program has had this
-    one wait for, or the operator itself would race. Two things cannot be known. A reader on another
+    stream that is current then. The program has made this stream wait for whatever was produced on
+    another one, or the operator itself would race. Two things cannot be known. A reader on another
     stream that saves nothing: if the program drops the tensor before that stream is waited for, it must
-    say ``record_stream``, as it must for what nobody saves. And a ``Function`` (or
+    call ``record_stream``, as for tensors that are not saved at all. And a ``Function`` (or
     ``torch.utils.checkpoint``) that saves what it reads on another stream only: the stream that is
     current at the call must have waited for whatever produced that.
 
@@ -61,11 +61,11 @@ from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.inbound import Inbound
 from penstock.runtime.cuda.lanes import Copy, CopyLanes, StartThread, start_daemon
-from penstock.runtime.cuda.link import CudaLink, Event
+from penstock.runtime.cuda.link import CudaLink, Event, device_time
 from penstock.runtime.cuda.outbound import Outbound
-from penstock.runtime.cuda.pinned import PinnedBlock, Slab
+from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.cuda.stream_table import StreamTable
-from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
+from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill
 from penstock.runtime.movers import RESTORED, Mover
 from penstock.runtime.storage import Encoding
 from penstock.store.account import Account
@@ -75,7 +75,7 @@ PROBE_BYTES: Final = 64 * MIB
 
 
 class CudaMover(Mover):
-    """Moves storages of every CUDA device of this process. See [Note: streams]. Thread-safe.
+    """Mover of the storages of every CUDA device of this process. See [Note: streams]. Thread-safe.
 
     Attributes:
         device: Where the pinned memory was registered; storages of others are moved as well.
@@ -111,7 +111,6 @@ class CudaMover(Mover):
         self._guard = fork_guard()
         self._closed = False
         self._link = link
-        self._budget = budget
         self._slabs = [slab for slab in (host, staging) if slab is not None]
         self._lock = Lock()
         self._table = StreamTable(link, self._lock)
@@ -121,15 +120,8 @@ class CudaMover(Mover):
         self._out = self._outbound(
             lock=self._lock, lanes=lanes, recorder=recorder, staging=staging, host=host
         )
-        self._in = self._inbound(
-            link=link,
-            lock=self._lock,
-            table=self._table,
-            lanes=lanes,
-            recorder=recorder,
-            budget=budget,
-            staging=staging,
-        )
+        self._in = self._inbound(lock=self._lock, lanes=lanes, recorder=recorder, staging=staging)
+        self._budget_of: Callable[[torch.device], Account] = lambda device: budget
         weakref.finalize(self, defer, _abandon, lanes, self._slabs).atexit = False
         self._tell_refusals()
 
@@ -177,7 +169,7 @@ class CudaMover(Mover):
         self._lanes.get(storage.device, "fence-out").submit(copy)
 
     def _leave(self, storage: torch.UntypedStorage, label: str) -> tuple[Event, ...]:
-        """Events after which a storage is complete and nobody uses it: rule 1 of the note."""
+        """Return events after which a storage is complete and unused: rule 1 of the note."""
         self._check_usable()
         link = self._link
         if link.capturing():
@@ -207,14 +199,30 @@ class CudaMover(Mover):
         ``None`` also where the device itself has not so much left, and while a CUDA graph is captured.
         With ``force`` that raises ``torch.OutOfMemoryError``, or ``HookError``.
         """
-        if self._link.capturing():
+        link, nbytes, device = self._link, ticket.nbytes, ticket.device
+        if link.capturing():
             if not force:
                 return None
             raise HookError(
                 f"{ticket.label} was moved out of memory, and cannot be brought back while a CUDA graph"
                 " is captured; capture forward and backward within one `with session.paused():`"
             )
-        return self._in.allocate(ticket, force=force, budget=budget)
+        budget = budget or self._budget_of(device)
+        if force:
+            budget.force(nbytes, RESTORED)
+        elif not budget.try_take(nbytes, RESTORED):
+            return None
+        try:
+            storage = link.empty_target(nbytes, device)
+        except BaseException as error:
+            budget.free(nbytes, RESTORED)
+            if force or not isinstance(error, torch.OutOfMemoryError):
+                raise
+            self._recorder.count("device.out_of_memory")
+            return None
+        weakref.finalize(storage, defer, budget.free, nbytes, RESTORED).atexit = False
+        stream = link.current_stream(device)
+        return CudaTarget(storage, link.record(stream), Fill(stream))
 
     def read(
         self, tier: Tier, ticket: CudaTicket, target: CudaTarget, priority: Priority
@@ -231,32 +239,34 @@ class CudaMover(Mover):
         return self._in.read(ticket, target, priority)
 
     def finish(self, target: CudaTarget) -> torch.UntypedStorage:
-        """The target as a storage. Its bytes may still be on their way: see ``use``."""
-        return self._in.finish(target)
+        """Return the target as a storage. Its bytes may still be on their way: see ``use``."""
+        self._table.restored(target.storage, target.fill)
+        return target.storage
 
     def use(self, storage: torch.UntypedStorage) -> None:
-        """From now on the current stream works with ``storage``: rules 1 and 5 to 7 of the note.
+        """Note that the current stream works with ``storage`` from now on: rules 1 and 5 to 7.
 
         A stream that is current here must live as long as the storage; those of torch do.
         """
         self._table.use(storage)
 
     def free_early(self, storage: torch.UntypedStorage) -> None:
-        """From now on every stream that works with ``storage`` is told to the allocator: rule 8."""
+        """Report every stream that works with ``storage`` to the allocator, from now on: rule 8."""
         self._table.use(storage)
         self._table.leave(storage)
 
     def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-        """A context, to be entered once, in which the stream that is current now is the current one."""
+        """Return a context, to be entered once, in which the stream that is current now is current."""
         return partial(self._link.within, self._link.current_stream(device))
 
     def account(self, budget_of: Callable[[torch.device], Account]) -> None:
-        """From now on restored storages are charged to the account of their device."""
-        self._in.budget_of = budget_of
+        """Charge restored storages to the account of their device from now on."""
+        self._budget_of = budget_of
 
     def made(self, storage: torch.UntypedStorage) -> None:
-        """The current stream has been told to make ``storage`` again: rule 7 of the note."""
-        self._in.made(storage)
+        """Note that the current stream recomputes ``storage``: rule 7 of the note."""
+        stream = self._link.current_stream(storage.device)
+        self._table.restored(storage, Fill(stream, made=self._link.record(stream)))
 
     def drain(self) -> None:
         """Wait until every copy that was begun has landed."""
@@ -273,15 +283,15 @@ class CudaMover(Mover):
             self._out.discard(tier, ticket)
 
     def trim(self, nbytes: int) -> int:
-        """Wait for the oldest copy to a device that nobody has used yet; how many bytes it moved.
+        """Wait for the oldest copy to a device whose target is unused; return the bytes that it moved.
 
         Idle memory is torch's to keep. But what was read ahead and then given up stays charged until
-        its copy has landed, so whoever needs room may have to wait for that. 0 if there is none.
+        its copy has landed, so a caller that needs room may have to wait for that. 0 if there is none.
         """
         return self._lanes.await_landing()
 
     def rest(self) -> int:
-        """Give pinned memory back; see :meth:`Slab.rest`."""
+        """Free pinned memory; see :meth:`Slab.rest`."""
         return sum(slab.rest() for slab in self._slabs)
 
     def wake(self) -> None:
@@ -299,9 +309,9 @@ class CudaMover(Mover):
         """The storage's bytes; what torch rounds them up to is not counted."""
         return ticket.nbytes
 
-    def used_bytes(self) -> int:
-        """Restored storages that are alive."""
-        return self._budget.used_by(RESTORED)
+    def used_bytes(self, budget: Account) -> int:
+        """Return the bytes of restored storages that are alive."""
+        return budget.used_by(RESTORED)
 
     def measure(self) -> tuple[float, float]:
         """Bytes per second from the device to pinned memory, and back; the better of two rounds.
@@ -317,21 +327,21 @@ class CudaMover(Mover):
         slab.release(buffer)
         try:
             storage = self._link.empty(nbytes, self.device)
-            out_ns = min(self._round(storage, buffer, outwards=True) for _ in range(2))
-            back_ns = min(self._round(storage, buffer, outwards=False) for _ in range(2))
+            out_ns, back_ns = (
+                min(self._copy_time(copy, storage, buffer.address) for _ in range(2))
+                for copy in (self._link.copy_out, self._link.copy_in)
+            )
         finally:
             slab.leave(buffer)
         return nbytes * 1e9 / out_ns, nbytes * 1e9 / back_ns
 
-    def _round(self, storage: torch.UntypedStorage, buffer: PinnedBlock, *, outwards: bool) -> int:
-        """Device time of one copy, in ns."""
-        link = self._link
-        stream = link.current_stream(self.device)
-        start = link.record(stream, timed=True)
-        (link.copy_out if outwards else link.copy_in)(stream, storage, buffer.address)
-        end = link.record(stream, timed=True)
-        link.synchronize(end)
-        return max(1, link.elapsed_ns(start, end))
+    def _copy_time(
+        self, copy: Callable[..., None], storage: torch.UntypedStorage, address: int
+    ) -> int:
+        """Return the device time of one copy, in ns."""
+        return device_time(self._link, self.device, lambda stream: copy(stream, storage, address))[
+            1
+        ]
 
     def close(self) -> None:
         """Wait for what is under way, then release streams and pinned memory. Idempotent.

@@ -22,7 +22,7 @@ from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.lanes import Copy, CopyLanes
 from penstock.runtime.cuda.link import Event
 from penstock.runtime.cuda.pinned import PinnedBlock, Slab, Waiting
-from penstock.runtime.cuda.tickets import CudaTicket, Where, no_space
+from penstock.runtime.cuda.tickets import CudaTicket, no_space
 from penstock.store.base import Ticket, Tier
 
 GRANULE_BYTES: Final = 4096
@@ -71,7 +71,7 @@ class Outbound:
         if tier.spec.kind == "host":
             self._begin_copy(ticket, copy, self._take_host(ticket))
         else:
-            self._stage(ticket, copy)
+            self._begin(ticket, copy)
         return ticket
 
     # -- to a buffer ------------------------------------------------------------------------------
@@ -82,8 +82,8 @@ class Outbound:
             raise no_space(ticket, self._host, "the host tier is full; raise host_memory")
         return buffer
 
-    def _stage(self, ticket: CudaTicket, copy: Copy) -> None:
-        """Begin the copy to a buffer, or queue it for one."""
+    def _begin(self, ticket: CudaTicket, copy: Copy) -> None:
+        """Begin the copy to a buffer on the way to flash, or queue it for one."""
         staging, nbytes = self._staging, round_up(ticket.nbytes, GRANULE_BYTES)
         if staging is None or nbytes > staging.capacity_bytes:
             advice = "it is longer than the staging memory; raise host_memory"
@@ -110,7 +110,6 @@ class Outbound:
 
     def _give_up(self, ticket: CudaTicket, copy: Copy) -> None:
         copy.storage = None
-        ticket.where = Where.NOWHERE
         self._fulfil(ticket)
 
     def _staged_at_last(self, ticket: CudaTicket, copy: Copy, buffer: PinnedBlock | None) -> None:
@@ -126,7 +125,6 @@ class Outbound:
 
     def _begin_copy(self, ticket: CudaTicket, copy: Copy, buffer: PinnedBlock) -> None:
         with self._lock:
-            ticket.where = Where.COPYING
             ticket.buffer = buffer
         copy.address = buffer.address
         self._lanes.get(ticket.device, "out").submit(copy)
@@ -136,7 +134,6 @@ class Outbound:
         with self._lock:
             buffer = ticket.buffer
             wanted = copy.error is None and not ticket.discarded
-            ticket.where = Where.STAGED if wanted else Where.NOWHERE
         assert buffer is not None, "a copy without a buffer has landed"
         if not wanted:
             buffer.slab.release(buffer)
@@ -150,8 +147,10 @@ class Outbound:
 
     def _on_to_flash(self, ticket: CudaTicket, buffer: PinnedBlock) -> None:
         """The buffer is the caller's to ``leave``, and from here on the write's."""
+        on_flash = None
         try:
-            on_flash = self._begin_write(ticket, buffer)
+            if ticket.written.error is None and not (ticket.discarded or self.closing):
+                on_flash = self._write(ticket, buffer.address, buffer)
         except Exception as error:  # noqa: BLE001  (whatever it is, the bytes are safe where they are)
             self._rests(ticket, buffer, error)
             return
@@ -159,34 +158,39 @@ class Outbound:
             self._fulfil(ticket)
         if on_flash is None:
             buffer.slab.leave(buffer)
-            return
+        else:
+            on_flash.written.add_done_callback(partial(self._flashed, ticket, buffer))
+
+    def _write(self, ticket: CudaTicket, address: int, keep_alive: object) -> Ticket:
+        """Begin to write to flash; discard at once what was discarded meanwhile."""
+        tier = ticket.tier
+        on_flash = tier.write(address, ticket.nbytes, keep_alive=keep_alive, label=ticket.label)
         with self._lock:
             unwanted = ticket.discarded
             if not unwanted:
                 ticket.on_flash = on_flash
         if unwanted:
-            ticket.tier.discard(on_flash)
-        on_flash.written.add_done_callback(partial(self._flashed, ticket, buffer))
+            tier.discard(on_flash)
+        return on_flash
 
-    def _begin_write(self, ticket: CudaTicket, buffer: PinnedBlock) -> Ticket | None:
-        if ticket.where is not Where.STAGED or ticket.discarded or self.closing:
-            return None
-        address, nbytes = buffer.address, ticket.nbytes
-        return ticket.tier.write(address, nbytes, keep_alive=buffer, label=ticket.label)
+    def _is_refused(self, ticket: CudaTicket, error: BaseException | None) -> bool:
+        """Return whether a write has failed whose bytes are needed; discard what flash has."""
+        with self._lock:
+            if ticket.discarded or error is None:
+                return False
+            refused, ticket.on_flash = ticket.on_flash, None
+        if refused is not None:
+            ticket.tier.discard(refused)
+        return True
 
     def _flashed(self, ticket: CudaTicket, buffer: PinnedBlock, transfer: Transfer) -> None:
         """In a worker of the engine: the bytes are on flash, or stay in the buffer."""
-        refused: Ticket | None = None
-        with self._lock:
-            if not ticket.discarded:
-                if transfer.error is None:
-                    ticket.where, ticket.buffer = Where.ON_FLASH, None
-                else:
-                    refused, ticket.on_flash = ticket.on_flash, None
-        if refused is not None:
-            ticket.tier.discard(refused)
+        if self._is_refused(ticket, transfer.error):
             self._rests(ticket, buffer, transfer.error)
             return
+        with self._lock:
+            if not ticket.discarded:
+                ticket.buffer = None
         buffer.slab.release(buffer)
         buffer.slab.leave(buffer)
 
@@ -243,9 +247,8 @@ class Outbound:
             if ticket.discarded:
                 return
             ticket.discarded = True
-            queued = ticket.where is Where.QUEUED
             buffer, on_flash = ticket.buffer, ticket.on_flash
-        if queued:
+        if buffer is None and on_flash is None:
             ticket.written.cancel()
         if buffer is not None:
             buffer.slab.release(buffer)

@@ -1,18 +1,19 @@
-"""Pinned host memory: what the device's copies and O_DIRECT both go through.
+"""Pinned host memory, through which the device's copies and O_DIRECT both go.
 
-[Note: no waiting in vain]
-    Who finds no free memory waits in a queue: the highest priority first, then the oldest, and nobody
-    overtakes a larger one. Memory that *moves* (some transfer touches it) comes free, or comes to
-    rest, by itself, because a transfer waits for nothing but the device and the disk. If nothing moves
-    and the head of the queue still does not fit, it never will unless somebody discards something,
-    and that somebody may be the one who waits. So it is told that it waits in vain, and does without.
+[Note: deadlock-free waits for buffers]
+    A request that finds no free memory waits in a queue: the highest priority first, then the oldest;
+    a small request does not overtake a larger one. Memory that *moves* (a transfer touches it) comes
+    free, or comes to rest, by itself, because a transfer waits for nothing but the device and the disk.
+    If nothing moves and the head of the queue still does not fit, it never will unless some ticket is
+    discarded, and its owner may be the one that waits. So the wait ends without a buffer.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 import torch
@@ -28,12 +29,13 @@ from penstock.store.account import Account
 from penstock.store.arena import Arena, lone_block
 from penstock.store.pool import Block
 
+_priority_of: Final = attrgetter("priority")
 PATIENCE_S: Final = 60.0
 _never_freed: Final[list[Arena]] = []
 
 
 def node_of(device: torch.device) -> int | None:
-    """The NUMA node that a device is at; None: it has none, or the machine does not tell."""
+    """Return the NUMA node of a device; None: it has none, or it is not known."""
     if device.type != "cuda":
         return None
     return numa.node_of(torch.cuda.get_device_properties(device))
@@ -41,12 +43,12 @@ def node_of(device: torch.device) -> int | None:
 
 @dataclass(slots=True, eq=False)
 class PinnedBlock:
-    """A block of a slab. Guarded by the slab's lock; its memory belongs to whoever took it."""
+    """A block of a slab. Guarded by the slab's lock; its memory belongs to the holder."""
 
     slab: Slab
     block: Block
     moving: int = 1
-    """Transfers that touch it; whoever takes a buffer has begun one."""
+    """Transfers that touch it; with a new buffer one has begun."""
     wanted: bool = True
     """True if its bytes are needed when no transfer touches it; else it is freed then."""
 
@@ -58,12 +60,12 @@ class PinnedBlock:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Somebody in the queue for a buffer."""
+    """A request for a buffer in the queue."""
 
     nbytes: int
     priority: Priority
     begin: Callable[[PinnedBlock | None], None]
-    """Called once, in the slab's thread, with the buffer, or with ``None`` if the wait is in vain."""
+    """Called once, in the slab's thread, with the buffer, or with ``None`` if there will be none."""
 
 
 class Slab:
@@ -109,7 +111,7 @@ class Slab:
             )
         self.refusal = self._pin()
         self._wake = condition()
-        self._queues: dict[Priority, deque[Waiting]] = {priority: deque() for priority in Priority}
+        self._queue: list[Waiting] = []  # by priority, then by age
         self._buffers: set[PinnedBlock] = set()
         self._moving = 0
         self._resting = False
@@ -138,17 +140,17 @@ class Slab:
         """A buffer with a transfer begun, now or later; returns at once.
 
         Returns:
-            The buffer, if there is one now, and whether ``waiting`` has been queued. Neither: waiting
-            would be in vain.
+            The buffer, if there is one now, and whether ``waiting`` has been queued. Neither: there will
+            be no buffer.
         """
         with self._wake:
-            if not self._others_first(waiting.priority):
+            if not self._queue or self._queue[0].priority > waiting.priority:
                 buffer = self._allocate(waiting.nbytes)
                 if buffer is not None or not self._moving:
                     return buffer, False
             if self._stopping:
                 return None, False
-            self._queues[waiting.priority].append(waiting)
+            insort(self._queue, waiting, key=_priority_of)
             start_thread, self._start_thread = self._start_thread, None
         if start_thread is not None:
             start_thread(self._work, f"penstock-{self._name}")
@@ -163,31 +165,31 @@ class Slab:
     def withdraw(self, waiting: Waiting) -> bool:
         """Leave the queue. False: too late, ``begin`` has been or is being called."""
         with self._wake:
-            if waiting not in self._queues[waiting.priority]:
+            if waiting not in self._queue:
                 return False
-            self._queues[waiting.priority].remove(waiting)
+            self._queue.remove(waiting)
             self._wake.notify_all()
             return True
 
     def promote(self, waiting: Waiting, priority: Priority) -> None:
-        """Raise the priority of somebody in the queue; a lower one is ignored."""
+        """Raise the priority of a queued request; a lower one is ignored."""
         with self._wake:
-            if priority < waiting.priority and waiting in self._queues[waiting.priority]:
-                self._queues[waiting.priority].remove(waiting)
+            if priority < waiting.priority and waiting in self._queue:
+                self._queue.remove(waiting)
                 waiting.priority = priority
-                self._queues[priority].append(waiting)
+                insort(self._queue, waiting, key=_priority_of)
                 self._wake.notify_all()
 
     # -- giving back ------------------------------------------------------------------------------
 
     def join(self, buffer: PinnedBlock) -> None:
-        """Another transfer begins that touches the buffer."""
+        """Note another transfer that touches the buffer."""
         with self._wake:
             self._moving += not buffer.moving
             buffer.moving += 1
 
     def leave(self, buffer: PinnedBlock) -> None:
-        """A transfer that touched the buffer has ended: it moves on, comes to rest, or is freed."""
+        """Note the end of a transfer: the buffer moves on, comes to rest, or is freed."""
         with self._wake:
             buffer.moving -= 1
             self._moving -= not buffer.moving
@@ -195,7 +197,7 @@ class Slab:
             self._wake.notify_all()
 
     def release(self, buffer: PinnedBlock) -> None:
-        """Nobody needs the bytes any more once the transfers that touch them have ended.
+        """Free a buffer once the transfers that touch it have ended.
 
         For finalizers, too, and harmless after ``close``.
         """
@@ -204,13 +206,13 @@ class Slab:
             self._free_unneeded(buffer)
             self._wake.notify_all()
 
-    # -- while nobody needs it --------------------------------------------------------------------
+    # -- while it is unused -----------------------------------------------------------------------
 
     def rest(self) -> int:
-        """Unpin it, and give back to the system what no buffer holds, until ``wake``. Idempotent.
+        """Unpin it, and return to the system what no buffer holds, until ``wake``. Idempotent.
 
         Waits until nothing moves; if something still does after a minute, all stays as it is. While it
-        rests nobody gets a buffer. What buffers hold stays where it is, but may not be copied from.
+        rests there are no buffers to take. What buffers hold stays, but may not be copied from.
 
         Returns:
             How many bytes were given back.
@@ -233,7 +235,7 @@ class Slab:
             return
         is_resident = self.arena.pretouch()
         assert is_resident, (
-            "others have taken what a slab gave back of the budget that it is charged to"
+            "the account of a slab has no room for the memory that the slab returned"
         )
         self.refusal = self._pin()
         with self._wake:
@@ -242,12 +244,10 @@ class Slab:
     # -- the end ----------------------------------------------------------------------------------
 
     def stop(self) -> list[Waiting]:
-        """Queue nobody any more; returns who is in the queue: they are the caller's to tell."""
+        """Close the queue; return the requests in it, for the caller to answer."""
         with self._wake:
             self._stopping = True
-            waiting = [each for queue in self._queues.values() for each in queue]
-            for queue in self._queues.values():
-                queue.clear()
+            waiting, self._queue = self._queue, []
             self._wake.notify_all()
         return waiting
 
@@ -305,16 +305,12 @@ class Slab:
             pass
 
     def _next(self) -> tuple[Waiting, PinnedBlock | None] | None:
-        queue = next((queue for queue in self._queues.values() if queue), None)
-        if queue is None:
+        if not self._queue:
             return None
-        buffer = self._allocate(queue[0].nbytes)
+        buffer = self._allocate(self._queue[0].nbytes)
         if buffer is None and self._moving:
             return None
-        return queue.popleft(), buffer
-
-    def _others_first(self, priority: Priority) -> bool:
-        return any(queue for other, queue in self._queues.items() if other <= priority)
+        return self._queue.pop(0), buffer
 
     def _allocate(self, nbytes: int) -> PinnedBlock | None:
         if self._stopping or self._resting:

@@ -4,7 +4,7 @@ They are taken and given back all through backward, amid gradients that stay: fr
 leave are holes. From a pool of their own the holes are each other's size, step after step.
 
 [Note: own pool]
-    Torch's allocator gives a pool's memory to nobody else while the pool lives. So this is done only
+    Torch's allocator reserves a pool's memory for the pool while it lives. So this is done only
     where a pool can be told to lend (``use_on_oom``, from torch 2.9 on): what is idle in it is then used
     before torch would say that it is out of memory. The other way round the pool cannot ask for idle
     memory of torch's own, so what it has no room for is allocated there. A pool that was deleted made
@@ -14,7 +14,7 @@ leave are holes. From a pool of their own the holes are each other's size, step 
 
 [Note: memory of CUDA graphs]
     What a graph allocates while it is captured (``torch.compile(mode="reduce-overhead")`` captures many)
-    lies in a pool of its own, which gives memory to nobody else: to spill it frees nothing, and it would
+    lies in a pool of its own, which keeps its memory: to spill it frees nothing, and it would
     be copied in again at each replay. Which pool memory belongs to is told by torch's snapshot alone,
     which takes milliseconds; but for memory to change its pool torch has to ask the driver for it, and
     counts that. So a snapshot is taken only if it has done so since the last.
@@ -78,7 +78,7 @@ class Pools:
 
 
 class Segments:
-    """Whose the memory of devices is. See [Note: memory of CUDA graphs]. Thread-safe."""
+    """Pools that own the memory of devices. See [Note: memory of CUDA graphs]. Thread-safe."""
 
     def __init__(self, pools: Pools, cuda: Any = torch.cuda) -> None:
         """Ask for nothing yet.
@@ -95,7 +95,7 @@ class Segments:
         self._without_traces = {"include_traces": False} if has_traces else {}
 
     def is_of_another_pool(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a storage's memory is of a pool that is neither torch's common one nor ours."""
+        """Return whether a storage lies in a pool that is neither torch's common one nor ours."""
         if self._cuda.get_allocator_backend() != "native":  # others have no snapshot
             return False
         index, address = storage.device.index, storage.data_ptr()

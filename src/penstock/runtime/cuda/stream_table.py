@@ -1,4 +1,4 @@
-"""Which streams have worked with which storage, and how far a restored one is on its way.
+"""Table of the streams that have worked with each storage, and of how far a restored one has come.
 
 A storage is in the table from its first use until it dies. So a stream counts only for what it has worked
 with, and nothing is remembered of streams whose storages are gone.
@@ -28,8 +28,8 @@ class _Entry:
     fill: Fill | None = None
     """How it came to be, if it was restored."""
     leaving: bool = False
-    """True if it is, or was, copied out: then it may be freed before backward, and the allocator has been
-    told of ``streams``."""
+    """True if it is, or was, copied out: then it may be freed before backward, and the allocator knows
+    ``streams``."""
 
 
 class StreamTable:
@@ -47,7 +47,7 @@ class StreamTable:
         self._entries: dict[int, _Entry] = {}
 
     def __len__(self) -> int:
-        """Storages in the table."""
+        """Return the number of storages in the table."""
         return len(self._entries)
 
     def use(self, storage: torch.UntypedStorage) -> None:
@@ -71,15 +71,15 @@ class StreamTable:
             fill.used()
 
     def restored(self, storage: torch.UntypedStorage, fill: Fill) -> None:
-        """From now on whoever uses ``storage`` comes after what fills it."""
+        """Order every stream that uses ``storage`` from now on after what fills it."""
         with self._lock:
             self._add(storage).fill = fill
 
     def leave(self, storage: torch.UntypedStorage) -> tuple[Stream, ...]:
-        """The streams that a copy out of ``storage`` comes after; the allocator is told of them.
+        """Return the streams that a copy out of ``storage`` comes after; the allocator learns of them.
 
-        Whichever stream uses it from now on is told to the allocator, too. What no stream has used is
-        the current one's.
+        Streams that use it later are reported, too. A storage that no stream has used counts as the
+        current one's.
         """
         with self._lock:
             entry = self._find(storage) or self._add(storage)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import errno as errnos
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,21 +18,6 @@ if TYPE_CHECKING:
     from penstock.store.base import Ticket, Tier
 
 
-class Where(enum.Enum):
-    """Place of a ticket's bytes."""
-
-    QUEUED = "queued"
-    """In the source, which is held; there is no buffer for them yet, or no write."""
-    COPYING = "being copied"
-    """In the source, which is held; a buffer, or flash, is being filled from it."""
-    STAGED = "staged"
-    """In a buffer: on the way to flash, or at rest in the host tier or because flash has failed."""
-    ON_FLASH = "on flash"
-    """On flash alone."""
-    NOWHERE = "gone"
-    """Cancelled, failed, or discarded."""
-
-
 @dataclass(slots=True, eq=False)
 class CudaTicket:
     """A claim on the bytes of a device's storage. Guarded by the mover's lock; for reading only."""
@@ -44,10 +28,17 @@ class CudaTicket:
     tier: Tier
     written: Transfer
     """Settled when the source is no longer needed."""
-    where: Where = Where.QUEUED
     buffer: PinnedBlock | None = None
+    """Pinned memory that the bytes are copied to, or in which they are: on the way to flash, or at rest
+    in the host tier or because flash has failed."""
     on_flash: Ticket | None = None
     """The flash tier's own ticket, from the begin of the write."""
+    source: torch.UntypedStorage | None = None
+    """The storage, until GPU-direct I/O has ended."""
+    digest: bytes | None = None
+    """Digest that the device made of what GPU-direct I/O has written; None if nothing is compared."""
+    cancelled: bool = False
+    """True if a GPU-direct write was cancelled before it began."""
     discarded: bool = False
 
 
@@ -61,7 +52,7 @@ class Fill:
     """The copy that fills it, from its issue until it has landed."""
     landed: bool = False
     made: Event | None = None
-    """For what was made again on ``stream``, and not copied: reached when it is there."""
+    """For what was recomputed on ``stream``, and not copied: reached when it is there."""
 
     def precede(self, link: CudaLink, stream: Stream) -> None:
         """Have ``stream`` wait, from now on, until the bytes are there."""

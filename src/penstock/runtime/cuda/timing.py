@@ -1,4 +1,4 @@
-"""When devices came to the moments of a step, told without stopping them.
+"""Times at which devices came to the moments of a step, found without stopping them.
 
 [Note: device time]
     A device runs behind the interpreter, so the host's clock says when work was enqueued and not when it

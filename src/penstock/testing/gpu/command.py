@@ -186,8 +186,7 @@ class CheckRun:
                 if name not in over
             ]
             self._document.contents["tests"] += tests
-            how = DONE if _passed(ended) else ended.how
-            self._tests_over(file, ended, f"{len(tests)} tests", how)
+            self._over(file, ended, well=_passed(ended), said=f", {len(tests)} tests")
 
     def _order(self) -> None:
         """Repeat some tests with an observer, which may make them fail; that is ignored."""
@@ -203,10 +202,9 @@ class CheckRun:
         self._document.contents["order"] = found
         checked = sum(each["checked"] for each in found)
         complaints = sum(len(each["complaints"]) for each in found)
-        said = f"{checked} accesses in {len(found)} tests, {complaints} complaints"
+        said = f", {checked} accesses in {len(found)} tests, {complaints} complaints"
         # it may run out of time
-        how = DONE if found or _passed(ended) else ended.how
-        self._tests_over("order", ended, said, how)
+        self._over("order", ended, well=bool(found) or _passed(ended), said=said)
 
     def _run_tests(
         self, root: Path, name: str, words: Sequence[str], limit_s: float
@@ -215,8 +213,7 @@ class CheckRun:
         if importlib.util.find_spec("pytest") is None:
             self._document.part(name, "left out: pytest is not installed", 0.0)
             return None
-        if limit_s < _START_S:
-            self._document.part(name, "left out: no time was left", 0.0)
+        if not self._has_time(name, limit_s):
             return None
         records = self._records()
         return processes.run(
@@ -229,13 +226,6 @@ class CheckRun:
             },
             directory=root,
         )
-
-    def _tests_over(self, name: str, ended: processes.ProcessResult, said: str, how: str) -> None:
-        how = ended.how if ended.interrupted else how
-        self._document.part(name, how, ended.seconds, None if how == DONE else ended.said)
-        _say(f"{name}: {how}, {said}")
-        if ended.interrupted:
-            raise InterruptedRunError
 
     def _pytest(self, records: Path) -> Iterator[str]:
         """Yield the arguments of pytest, without options of missing plug-ins."""
@@ -257,24 +247,35 @@ class CheckRun:
             if figure.devices > devices:
                 continue
             limit_s = min(figure.limit_s, self._left())
-            if limit_s < _START_S:
-                document.part(name, "left out: no time was left", 0.0)
+            if not self._has_time(name, limit_s):
                 continue
             ended = self._child("figures", name, limit_s=limit_s, environment=figure.environment)
             found: dict[str, Any] = {}
             for each in ended.records:
                 found |= each
             document.contents["figures"][name] = found
-            how = DONE if ended.well else ended.how
-            document.part(name, how, ended.seconds, None if how == DONE else ended.said)
-            _say(f"{name}: {how}")
-            if ended.interrupted:
-                raise InterruptedRunError
+            self._over(name, ended, well=ended.well)
 
     # -- private ----------------------------------------------------------------------------------
 
     def _left(self) -> float:
         return self._end_s - time.monotonic()
+
+    def _has_time(self, name: str, limit_s: float) -> bool:
+        """Return whether there is time to begin a part; record it as left out otherwise."""
+        if limit_s < _START_S:
+            self._document.part(name, "left out: no time was left", 0.0)
+        return limit_s >= _START_S
+
+    def _over(
+        self, name: str, ended: processes.ProcessResult, *, well: bool, said: str = ""
+    ) -> None:
+        """Record how the process of a part ended."""
+        how = DONE if well and not ended.interrupted else ended.how
+        self._document.part(name, how, ended.seconds, None if how == DONE else ended.said)
+        _say(f"{name}: {how}{said}")
+        if ended.interrupted:
+            raise InterruptedRunError
 
     def _records(self) -> Path:
         handle, name = tempfile.mkstemp(dir=self._scratch)
@@ -303,11 +304,12 @@ def checkout() -> Path | None:
 
 def test_files(root: Path) -> list[str]:
     """Return the test files for a device, relative to ``root``; the slowest one comes last."""
-    found = sorted((root / "tests" / "gpu").glob("test_*.py"), key=lambda file: _LAST in file.name)
+    found = list((root / "tests" / "gpu").glob("test_*.py"))
     if all(importlib.util.find_spec(each) for each in ("hypothesis", "numba")):
-        found += [root / "tests" / "codec" / name for name in ("test_codec_device.py",)]
-        found += [root / "tests" / "codec" / "test_narrow.py"]
-    found.sort(key=lambda file: _LAST in file.name)
+        found += [
+            root / "tests" / "codec" / f"test_{name}.py" for name in ("codec_device", "narrow")
+        ]
+    found.sort(key=lambda file: (_LAST in file.name, file))
     return [str(file.relative_to(root)) for file in found if file.exists()]
 
 

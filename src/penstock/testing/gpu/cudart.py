@@ -53,34 +53,35 @@ def peek_error() -> int:
 
 def event_query(event: Any) -> int:
     """Call ``cudaEventQuery`` for a recorded event of torch, and return its code."""
-    code = int(library().cudaEventQuery(ctypes.c_void_p(event.cuda_event)))
-    last_error()
-    return code
+    return _code_of("cudaEventQuery", ctypes.c_void_p(event.cuda_event))
 
 
 def event_synchronize(event: Any) -> int:
     """Call ``cudaEventSynchronize`` for a reached event of torch, and return its code."""
-    code = int(library().cudaEventSynchronize(ctypes.c_void_p(event.cuda_event)))
-    last_error()
-    return code
+    return _code_of("cudaEventSynchronize", ctypes.c_void_p(event.cuda_event))
 
 
 def host_alloc_code() -> int:
     """Call ``cudaHostAlloc`` for a little memory, free it, and return the code."""
     where = ctypes.c_void_p()
-    code = int(library().cudaHostAlloc(ctypes.byref(where), ctypes.c_size_t(4096), PORTABLE))
+    code = _code_of("cudaHostAlloc", ctypes.byref(where), ctypes.c_size_t(4096), PORTABLE)
     if code == 0:
         library().cudaFreeHost(where)
-    last_error()
     return code
 
 
 def malloc_code() -> int:
     """Call ``cudaMalloc`` for a little memory, free it, and return the code."""
     where = ctypes.c_void_p()
-    code = int(library().cudaMalloc(ctypes.byref(where), ctypes.c_size_t(512)))
+    code = _code_of("cudaMalloc", ctypes.byref(where), ctypes.c_size_t(512))
     if code == 0:
         library().cudaFree(where)
+    return code
+
+
+def _code_of(function: str, *arguments: Any) -> int:
+    """Call a function, clear the thread's last error, and return the code."""
+    code = int(getattr(library(), function)(*arguments))
     last_error()
     return code
 
@@ -117,19 +118,17 @@ class RawCapture:
 
     def __enter__(self) -> RawCapture:
         """Begin the capture."""
-        code = int(library().cudaStreamBeginCapture(self._stream, self._mode))
+        code = _code_of("cudaStreamBeginCapture", self._stream, self._mode)
         if code != 0:
-            last_error()
             raise NotHereError(f"cudaStreamBeginCapture returned {code}")
         return self
 
     def __exit__(self, *_: object) -> None:
         """End the capture, and destroy the graph."""
         graph = ctypes.c_void_p()
-        self.code = int(library().cudaStreamEndCapture(self._stream, ctypes.byref(graph)))
+        self.code = _code_of("cudaStreamEndCapture", self._stream, ctypes.byref(graph))
         if self.code == 0 and graph.value:
             library().cudaGraphDestroy(graph)
-        last_error()
 
 
 def capturing(stream: Any) -> bool:

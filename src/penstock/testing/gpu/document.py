@@ -8,7 +8,7 @@ import platform
 import pwd
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -103,24 +103,16 @@ class Document:
         yield "machine. A wrong assumption is more valuable to the project than a pass."
 
     def _contract_lines(self) -> Iterator[str]:
-        found = Counter(each["outcome"] for each in self.contents["contract"])
-        if not found:
-            return
-        yield f"contract  {', '.join(f'{count} {outcome}' for outcome, count in found.items())}"
+        yield from _counts("contract", self.contents["contract"])
         wrong = self._findings(FactOutcome.DIFFERS, *_UNKNOWN)
-        for each in wrong[:_SHOWN]:
-            yield f"  believed: {each['believed']} Found: {each['found']}. [{each['name']}]"
-        yield from _more(wrong)
+        yield from _first(
+            f"believed: {each['believed']} Found: {each['found']}. [{each['name']}]"
+            for each in wrong
+        )
 
     def _test_lines(self) -> Iterator[str]:
-        found = Counter(each["outcome"] for each in self.contents["tests"])
-        if not found:
-            return
-        yield f"tests     {', '.join(f'{count} {outcome}' for outcome, count in found.items())}"
-        wrong = self._tests("failed")
-        for each in wrong[:_SHOWN]:
-            yield f"  {each['test']}: {each['said']}"[:200]
-        yield from _more(wrong)
+        yield from _counts("tests", self.contents["tests"])
+        yield from _first(f"{each['test']}: {each['said']}"[:198] for each in self._tests("failed"))
 
     def _order_lines(self) -> Iterator[str]:
         found = self.contents["order"]
@@ -132,8 +124,7 @@ class Document:
             f"order     {checked} accesses in {len(found)} tests, {len(complaints)} complaints to look"
             " into"
         )
-        for line in complaints[:_SHOWN]:
-            yield f"  {line}"[:200]
+        yield from _first(line[:198] for line in complaints)
 
     def _findings(self, *outcomes: FactOutcome) -> list[dict[str, Any]]:
         return [each for each in self.contents["contract"] if each["outcome"] in outcomes]
@@ -165,9 +156,19 @@ def _names() -> dict[str, str]:
     return {name: instead for name, instead in found.items() if len(name) > 2}
 
 
-def _more(wrong: list[dict[str, Any]]) -> Iterator[str]:
-    if len(wrong) > _SHOWN:
-        yield f"  and {len(wrong) - _SHOWN} more, which are in the file"
+def _counts(name: str, results: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line with the number of results by outcome, if there are any."""
+    found = Counter(each["outcome"] for each in results)
+    if found:
+        yield f"{name:<9} {', '.join(f'{count} {outcome}' for outcome, count in found.items())}"
+
+
+def _first(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the first lines, indented, and how many more there are."""
+    every = list(lines)
+    yield from (f"  {line}" for line in every[:_SHOWN])
+    if len(every) > _SHOWN:
+        yield f"  and {len(every) - _SHOWN} more, which are in the file"
 
 
 def _brief(figures: dict[str, Any]) -> str:

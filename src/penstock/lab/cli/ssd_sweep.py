@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -14,13 +13,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock import __version__
-from penstock.cli import ssd_update
-from penstock.cli.command import add_common, formatter
-from penstock.cli.output import show, write_json
+from penstock.cli.command import add_command
+from penstock.cli.output import print_result
 from penstock.cli.paths import picture_to_write
-from penstock.cli.ssd_options import device_of, toml_value
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_duration
+from penstock.lab.cli import ssd_update
+from penstock.lab.cli.ssd_options import device_of, toml_value
 from penstock.lab.ssd import Device, Placement, Step, Update, with_field
 from penstock.lab.ssd.plot import check_lines, plot_sweep
 from penstock.lab.ssd.simulation import SimulationEngine, simulate
@@ -49,13 +48,13 @@ class Point:
 
 def add_parser(what: Any) -> None:
     """Add ``sweep`` to the subcommands of ``penstock ssd``."""
-    made = what.add_parser(
+    made = add_command(
+        what,
         "sweep",
-        help="predict a weight update for several values of any fields of a device",
+        "predict a weight update for several values of any fields of a device",
+        _execute,
         description="Predict a weight update on every device that the values make.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     made.add_argument(
         "--field", metavar="TABLE.FIELD=VALUES", action="append", required=True,
@@ -65,8 +64,6 @@ def add_parser(what: Any) -> None:
     made.add_argument(
         "--plot", metavar="FILE", help="draw time over the first field, as .svg, .png or .pdf"
     )
-    add_common(made, json_help="print one JSON document on standard output")
-    made.set_defaults(execute=_execute)
 
 
 def _execute(options: argparse.Namespace) -> int:
@@ -81,10 +78,9 @@ def _execute(options: argparse.Namespace) -> int:
     points = list(sweep(device, update, placements, fields, SimulationEngine(options.engine)))
     if plot is not None:
         plot_sweep(device, update, [(point.fields, point.steps) for point in points], plot)
-    if options.json:
-        write_json(document(device, update, points), sys.stdout)
-    else:
-        show(text(device, update, points), sys.stdout)
+    print_result(
+        options.json, lambda: document(device, update, points), lambda: text(device, update, points)
+    )
     return 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from penstock.cli import ssd_machine, ssd_run, ssd_sweep, ssd_update
-from penstock.cli.command import formatter
+from penstock.cli.command import new_parser
+from penstock.lab.cli import ssd_machine, ssd_run, ssd_sweep, ssd_update
 
 _EXAMPLES: Final = """\
 examples:
@@ -17,12 +17,10 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of ``penstock ssd``."""
-    made = argparse.ArgumentParser(
-        prog="penstock ssd",
-        description="Simulate an SSD: time, energy and wear.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+    made = new_parser(
+        "ssd",
+        "Simulate an SSD: time, energy and wear.",
+        examples=_EXAMPLES,
     )
     what = made.add_subparsers(metavar="WHAT", required=True)
     ssd_run.add_parser(what)
@@ -30,9 +28,3 @@ def parser() -> argparse.ArgumentParser:
     ssd_sweep.add_parser(what)
     ssd_machine.add_parser(what)
     return made
-
-
-def execute(options: argparse.Namespace) -> int:
-    """Run the subcommand."""
-    code: int = options.execute(options)
-    return code

@@ -1,4 +1,4 @@
-"""A check that a plan keeps its budget, by the bytes resident at every event.
+"""A check that a plan keeps its budget, event by event, beside the arrays that planning uses.
 
 Unlike a replay, this gives memory, not time. The encoder and the write channel behind it are first in,
 first out, at the slot's and the machine's measured speeds. The runtime's waits are modelled, because they
@@ -8,20 +8,87 @@ keep the budget: ``pack`` waits for writes when memory is full, and prefetches t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from penstock.plan.convolution import with_algorithms
-from penstock.plan.groups import groups_of
 from penstock.plan.machine import Machine
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import Event, Profile, SlotProfile
 from penstock.plan.recompute import RecomputeChoices
-from penstock.plan.residency import KEPT, OFFLOADED, RECOMPUTED, Returned, small_beside
+from penstock.plan.residency import KEPT, OFFLOADED, RECOMPUTED, Mask, Residents, Segment
 from penstock.plan.slots import SlotKey
 
 _KEEP: Final = Decision(SlotKey("", 0, 1), Action.KEEP, "", "")
 _FATES: Final = {Action.KEEP: KEPT, Action.OFFLOAD: OFFLOADED, Action.RECOMPUTE: RECOMPUTED}
+
+
+@dataclass
+class Returned:
+    """Slots that have returned to the device during a walk over the profile's events."""
+
+    sizes: Sequence[int]
+    mask: Mask
+    segments: Sequence[Segment] = ()
+    read: int = 0
+    """Bytes that were read back and are in use."""
+    made: int = 0
+    """Bytes that were recomputed and are in use, or will be."""
+    _resident: bytearray = field(init=False)
+    _freed: bytearray = field(init=False)
+    _once_more: dict[Segment, tuple[int, int]] = field(init=False, default_factory=dict)
+    """(slots that are not freed yet, bytes of inputs that were read once more), by segment."""
+    _segment_of: dict[int, Segment] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._resident = bytearray(len(self.mask))
+        self._freed = bytearray(len(self.mask))
+        self._segment_of = {i: one for one in self.segments for i in one.slots}
+
+    def use(self, i: int) -> list[int]:
+        """Bring slot ``i`` back with all that comes with it, and return the slots that are read."""
+        if self.mask[i] == KEPT or self._resident[i]:
+            return []
+        if self.mask[i] == OFFLOADED:
+            arrived = [i]
+        else:
+            segment = self._segment_of[i]
+            offloaded = [
+                j for j in segment.inputs if self.mask[j] == OFFLOADED and not self._resident[j]
+            ]
+            arrived = [j for j in offloaded if not self._freed[j]]
+            again = sum(self.sizes[j] for j in offloaded if self._freed[j])
+            self._once_more[segment] = len(segment.slots), again
+            self.read += again
+            for j in segment.slots:
+                self._resident[j] = 1
+                self.made += self.sizes[j]
+        for j in arrived:
+            self._resident[j] = 1
+            self.read += self.sizes[j]
+        return arrived
+
+    def resident(self) -> list[int]:
+        """Return the slots that are on the device again."""
+        return [i for i, resident in enumerate(self._resident) if resident]
+
+    def free(self, i: int) -> None:
+        """Free slot ``i``: the node that used it is done."""
+        self._freed[i] = 1
+        if not self._resident[i]:
+            return
+        self._resident[i] = 0
+        if self.mask[i] == OFFLOADED:
+            self.read -= self.sizes[i]
+            return
+        self.made -= self.sizes[i]
+        segment = self._segment_of[i]
+        left, again = self._once_more.pop(segment)
+        if left > 1:
+            self._once_more[segment] = left - 1, again
+        else:
+            self.read -= again
 
 
 @dataclass
@@ -79,14 +146,14 @@ class _Walk:
 def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
     """Return the most bytes resident at once under ``plan``; over its device budget if it fails."""
     profile = with_algorithms(profile, machine, plan.workspace_limits)
-    segments = RecomputeChoices(profile, groups_of(profile)).segments(plan.recomputed)
+    segments = RecomputeChoices.of(profile).segments(plan.recomputed)
     drops = deque(sorted(drop for one in segments for drop in one.drops))
     walk = _Walk(machine, plan.budgets.device_bytes, peak=profile.small_bytes)
     moves = [plan.lookup_match(match) or _KEEP for match in profile.match_keys]
     sizes = [slot.key.nbytes for slot in profile.slots]
     mask = bytearray(_FATES[move.action] for move in moves)
     back = Returned(sizes, mask, segments)
-    small = small_beside(profile, segments)
+    small = Residents(profile, mask, segments).small_bytes.tolist()
     kept, to_come = 0, 0
     for place, (when_ns, event, i) in enumerate(profile.steps):
         while drops and drops[0][0] <= place:

@@ -8,14 +8,14 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from penstock.cli.command import add_common, formatter
-from penstock.cli.jobs_options import check_options
-from penstock.cli.jobs_view import Watch, table
+from penstock.cli.command import add_command, new_parser
 from penstock.cli.output import say, show, write_json
 from penstock.core.errors import ConfigError, JobError
 from penstock.jobs.control import Client
 from penstock.jobs.description import load
 from penstock.jobs.manager import Manager
+from penstock.jobs.options import check_options
+from penstock.jobs.view import Watch, table
 
 _EXAMPLES: Final = """\
 examples:
@@ -33,12 +33,10 @@ _WATCH_S: Final = 0.5
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``penstock jobs``."""
-    made = argparse.ArgumentParser(
-        prog="penstock jobs",
-        description="Let several training scripts share one machine under a memory budget.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+    made = new_parser(
+        "jobs",
+        "Let several training scripts share one machine under a memory budget.",
+        examples=_EXAMPLES,
     )
     what = made.add_subparsers(metavar="WHAT", required=True)
     kinds = {
@@ -49,9 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "stop": ("stop a job; without a name all jobs, and the manager", _tell),
     }
     for name, (text, execute_it) in kinds.items():
-        each = what.add_parser(
-            name, help=text, description=text.capitalize() + ".", allow_abbrev=False
-        )
+        each = add_command(what, name, text, execute_it)
         if name == "run":
             each.add_argument(
                 "file", metavar="FILE", help="TOML file with tables [machine] and [[job]]"
@@ -72,15 +68,8 @@ def parser() -> argparse.ArgumentParser:
             default=_STATE,
             help=f"the manager's directory (default: {_STATE})",
         )
-        add_common(each, json_help="print one JSON document on standard output")
-        each.set_defaults(execute=execute_it, what=name)
+        each.set_defaults(what=name)
     return made
-
-
-def execute(options: argparse.Namespace) -> int:
-    """Execute the chosen subcommand."""
-    code: int = options.execute(options)
-    return code
 
 
 def _run(options: argparse.Namespace) -> int:

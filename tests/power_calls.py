@@ -1,4 +1,4 @@
-"""Wrappers of the system calls whose changes :class:`penstock.testing.power.PowerLossDisk` records."""
+"""Wrappers of the system calls whose changes :class:`power_loss.PowerLossDisk` records."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Final
 from penstock.checkpoint import disk as checkpoint_disk
 from penstock.io.threads import ThreadEngine
 from penstock.store.engine import shared_engine
-from penstock.testing.power import PowerLossDisk
 from penstock.testing.shared_engine import shared_engine_replaced
+from power_loss import PowerLossDisk
 
 _Call = Callable[..., Any]
 _Wrap = Callable[[PowerLossDisk, _Call], _Call]

@@ -7,14 +7,13 @@ from collections import deque
 from types import TracebackType
 from typing import IO, Any, Final
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.output import say
 from penstock.core.units import format_bandwidth, format_bytes, format_duration
+from penstock.observe.summary_text import add_row, grid
 
 _DRAW_S: Final = 0.25
 _LINES: Final = 6
@@ -85,16 +84,16 @@ def table(status: dict[str, Any], rates: dict[str, float] | None = None) -> Rend
         status: Status of a manager.
         rates: Steps per second, by job; by default the average while awake.
     """
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("job", "state", "DRAM", "flash", "steps", "steps/s", "awake", ""):
-        right = name in ("DRAM", "flash", "steps", "steps/s", "awake")
-        made.add_column(name, justify="right" if right else "left", overflow="fold")
+    columns = ("job", "state", "DRAM", "flash", "steps", "steps/s", "awake", "")
+    made = grid(None, columns, first=2)
+    made.columns[-1].justify = "left"
     for job in status["jobs"]:
         state = job["outcome"] if job["phase"] == "over" else job["phase"]
         style = _COLOURS.get(state, "red" if state == "failed" else "")
         average = job["steps"] / job["awake_s"] if job["awake_s"] else 0.0
         rate = average if rates is None else rates.get(job["name"], 0.0)
-        made.add_row(
+        add_row(
+            made,
             job["name"],
             Text(state + (" (held)" if job["held_back"] and job["phase"] != "over" else ""), style),
             format_bytes(job["held_bytes"]),
@@ -102,7 +101,7 @@ def table(status: dict[str, Any], rates: dict[str, float] | None = None) -> Rend
             str(job["steps"]),
             f"{rate:.2f}" if rate else "",
             format_duration(job["awake_s"]) if job["awake_s"] else "",
-            Text(job["note"] or job["told"]),  # it may contain brackets, which are not markup
+            job["note"] or job["told"],
         )
     return Group(Text(_machine(status)), made)  # a title would be only as wide as the table
 

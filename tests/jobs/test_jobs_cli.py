@@ -10,11 +10,12 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
-from penstock.cli import jobs, main
-from penstock.cli.jobs_options import check_options
-from penstock.cli.jobs_view import Watch, table
+from penstock.cli import main
 from penstock.core.errors import JobError
+from penstock.jobs import cli as jobs
 from penstock.jobs.description import Description
+from penstock.jobs.options import check_options
+from penstock.jobs.view import Watch, table
 from penstock.observe.summary_text import to_text
 
 SCRIPT = """
@@ -239,7 +240,7 @@ def test_what_is_wrong_with_the_file_is_named(disk_path, capsys, text, message):
     assert "jobs.toml" in told or "job 'a'" in told
 
 
-KNOWN = r"known are --memory, --device-memory, --host-memory, .*, --optimizer-state, .*--trace"
+KNOWN = r"known are --json, --debug, --memory, --device-memory, .*, --optimizer-state, .*--trace"
 
 
 @pytest.mark.parametrize(

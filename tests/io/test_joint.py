@@ -1,22 +1,27 @@
-"""Several requests as one transfer: it settles once, is cancelled whole or not at all."""
+"""Several requests as one transfer: it settles once, when none of them is in flight any more."""
 
 import random
 import weakref
 from concurrent.futures import CancelledError
+from contextlib import suppress
 
 import pytest
-from tier_builders import outcome
 
 from penstock.core.errors import ClosedError
-from penstock.io.engine import Engine, EngineSpec, Priority, Request, Transfer
+from penstock.io.engine import Engine, EngineSpec, Priority, Request, Transfer, submit_all
 from penstock.io.files import open_unlinked
 from penstock.io.threads import ThreadEngine
-from penstock.store.blob import submit_all
 from penstock.testing.engines import aligned
 
 
 class Owner:
     pass
+
+
+def outcome(transfer):
+    with suppress(Exception):
+        transfer.wait(20)
+    return transfer.error
 
 
 class HandEngine(Engine):
@@ -55,11 +60,6 @@ def request(nbytes=10, keep_alive=None):
     return Request(
         op="write", file=None, offset_bytes=0, address=0, nbytes=nbytes, keep_alive=keep_alive
     )
-
-
-def test_one_request_is_the_engines_own_transfer():
-    engine = HandEngine()
-    assert submit_all(engine, [request()]) is engine.transfers[0]
 
 
 def test_settles_after_the_last_part():
@@ -112,39 +112,26 @@ def test_cancelled_whole():
     assert not joint.cancel()
 
 
-def test_not_cancelled_when_a_part_is_over():
+def test_not_cancelled_when_the_first_part_has_begun():
     engine = HandEngine()
     joint = submit_all(engine, [request(), request()])
-    engine.transfers[1].settle()
+    engine.begun.add(0)
     assert not joint.cancel()
-    assert not engine.transfers[0].done
-    engine.transfers[0].settle()
+    assert not engine.transfers[1].done
+    for part in engine.transfers:
+        part.settle()
     assert joint.wait(0) == 20
 
 
-def test_what_was_withdrawn_in_vain_begins_again():
-    """The caller was told that it is not cancelled, so it must happen."""
+def test_a_part_that_began_out_of_order_is_waited_for():
     engine = HandEngine()
     joint = submit_all(engine, [request(1), request(2), request(4)])
-    joint.promote(Priority.PREFETCH)
     engine.begun.add(1)
     assert not joint.cancel()
-    assert not joint.done
-    assert [each.nbytes for each in engine.requests] == [1, 2, 4, 1]
-    assert engine.requests[3].priority is Priority.PREFETCH
-    for index in (1, 2, 3):
-        assert not joint.done
-        engine.transfers[index].settle()
-    assert joint.wait(0) == 7
-
-
-def test_what_cannot_begin_again_is_an_error():
-    engine = HandEngine(refuse={2})
-    joint = submit_all(engine, [request(), request()])
-    engine.begun.add(1)
-    assert not joint.cancel()
+    assert not joint.done  # its memory is still in use
+    assert engine.transfers[2].done
     engine.transfers[1].settle()
-    assert isinstance(joint.error, ClosedError)
+    assert isinstance(joint.error, CancelledError)
 
 
 def test_promotion_reaches_every_part_in_flight():
@@ -165,23 +152,8 @@ def test_refused_at_once_or_later():
     assert isinstance(joint.error, ClosedError)
 
 
-def test_owners_are_let_go_part_by_part():
-    engine = HandEngine()
-    owners = [Owner(), Owner()]
-    deaths = [weakref.ref(owner) for owner in owners]
-    joint = submit_all(engine, [request(keep_alive=owner) for owner in owners])
-    owners.clear()
-    engine.requests.clear()
-    engine.transfers[0].settle()
-    assert deaths[0]() is None
-    assert deaths[1]() is not None
-    engine.transfers[1].settle()
-    assert deaths[1]() is None
-    assert joint.done
-
-
 def test_cancelling_at_random_moments(tmp_path):
-    """Cancelled, or written: never in between, and never both."""
+    """Cancelled, or written: what is said to be cancelled is over, and what has no error is whole."""
     engine = ThreadEngine(2, 4096)
     file = open_unlinked(tmp_path)
     file.preallocate(8 * 4096)
@@ -196,10 +168,9 @@ def test_cancelling_at_random_moments(tmp_path):
             pass
         said = joint.cancel()
         error = outcome(joint)
-        assert said == isinstance(error, CancelledError)
+        assert isinstance(error, CancelledError) or not said
         cancelled += said
-        if not said:
-            assert error is None
+        if error is None:
             submit_all(engine, [move("read", file, target, part) for part in range(8)]).wait(20)
             assert (source == target).all()
     engine.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,10 +15,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from penstock import __version__
-from penstock.cli.command import INTERRUPTED_CODE, add_common, formatter, size
-from penstock.cli.output import say, show, write_json
+from penstock.cli.command import INTERRUPTED_CODE, add_command, size
+from penstock.cli.output import print_result, say
 from penstock.cli.paths import picture_to_write
-from penstock.cli.ssd_options import (
+from penstock.core.errors import ConfigError
+from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
+from penstock.lab.cli.ssd_options import (
     add_fields,
     count,
     device_of,
@@ -27,9 +28,7 @@ from penstock.cli.ssd_options import (
     list_of,
     report_ignored,
 )
-from penstock.cli.ssd_pace import INTERRUPTED, Pace
-from penstock.core.errors import ConfigError
-from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
+from penstock.lab.cli.ssd_pace import INTERRUPTED, Pace
 from penstock.lab.ssd import with_field
 from penstock.lab.ssd.aging import fill
 from penstock.lab.ssd.description import nearest
@@ -64,14 +63,14 @@ examples:
 
 def add_parser(what: Any) -> None:
     """Add ``run`` to the subcommands of ``penstock ssd``."""
-    made = what.add_parser(
+    made = add_command(
+        what,
         "run",
-        help="serve requests on a simulated drive, event by event",
+        "serve requests on a simulated drive, event by event",
+        _execute,
         description="Serve requests on a simulated drive, event by event: rates, latencies, use, energy,"
         "\nwrite amplification.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     made.add_argument("device", metavar="DEVICE", help=known_devices())
     made.add_argument(
@@ -156,8 +155,6 @@ def add_parser(what: Any) -> None:
         " or .pdf",
     )  # fmt: skip
     add_fields(made)
-    add_common(made, json_help="print one JSON document on standard output")
-    made.set_defaults(execute=_execute)
 
 
 def _execute(options: argparse.Namespace) -> int:
@@ -186,10 +183,11 @@ def _execute(options: argparse.Namespace) -> int:
     if plot is not None and drive.usage is not None:
         title = f"{options.workload} on {device.name}"
         plot_usage(title, drive.usage.moments(), run.energy_j, plot, cap_w=options.power_cap)
-    if options.json:
-        write_json({**document(run, options.workload), "stopped": pace.stopped or None}, sys.stdout)
-    else:
-        show(text(run, options.workload), sys.stdout)
+    print_result(
+        options.json,
+        lambda: {**document(run, options.workload), "stopped": pace.stopped or None},
+        lambda: text(run, options.workload),
+    )
     return INTERRUPTED_CODE if pace.stopped == INTERRUPTED else 0
 
 

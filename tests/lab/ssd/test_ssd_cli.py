@@ -7,8 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.cli import main, ssd_sweep
-from penstock.cli.ssd_pace import Pace
+from penstock.cli import main
+from penstock.lab.cli import ssd_sweep
+from penstock.lab.cli.ssd_pace import Pace
 from penstock.observe.clock import ManualClock
 
 UPDATE = ["ssd", "weight-update", "--device", "optimstore", "--parameters", "6.7e9"]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.command import add_common, formatter
+from penstock.cli.command import new_parser
 from penstock.cli.output import say, show, write_json
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import given_path, parse_json, read_text
@@ -30,12 +30,11 @@ networks: """
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of ``penstock characterize``."""
-    made = argparse.ArgumentParser(
-        prog="penstock characterize",
-        description=f"{_DESCRIPTION}{', '.join(NETWORKS)}",
-        epilog=textwrap.fill(f"Scale: {SCALE_MEANS}.", 100),
-        formatter_class=formatter,
-        allow_abbrev=False,
+    made = new_parser(
+        "characterize",
+        f"{_DESCRIPTION}{', '.join(NETWORKS)}",
+        examples=textwrap.fill(f"Scale: {SCALE_MEANS}.", 100),
+        execute=execute,
     )
     defaults = Settings()
     made.add_argument(
@@ -92,7 +91,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="measure nothing; join the characterize.json of several runs",
     )
-    add_common(made, json_help="print one JSON document on standard output")
     return made
 
 

@@ -6,10 +6,10 @@ import argparse
 from dataclasses import replace
 from typing import Any, Final
 
-from penstock.cli.command import add_common, formatter
+from penstock.cli.command import add_command
 from penstock.cli.machine_file import answer
 from penstock.cli.paths import file_to_write, picture_to_write
-from penstock.cli.ssd_options import add_fields, device_of, known_devices
+from penstock.lab.cli.ssd_options import add_fields, device_of, known_devices
 from penstock.lab.ssd import Device
 from penstock.lab.ssd.run_plot import plot_service
 from penstock.lab.ssd.service import DEPTH, REQUEST_BYTES, Measured, measure
@@ -25,14 +25,14 @@ examples:
 
 def add_parser(what: Any) -> None:
     """Add ``machine`` to the subcommands of ``penstock ssd``."""
-    made = what.add_parser(
+    made = add_command(
+        what,
         "machine",
-        help="make a machine file with a simulated drive as its flash",
+        "make a machine file with a simulated drive as its flash",
+        _execute,
         description="Measure transfers of several sizes on a simulated drive, and use them as a"
         " machine's flash.\nPrints a machine file (TOML) for penstock plan.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     made.add_argument("device", metavar="DEVICE", help=known_devices())
     made.add_argument(
@@ -44,8 +44,6 @@ def add_parser(what: Any) -> None:
         "--plot", metavar="FILE", help="draw rate over transfer size, as .svg, .png or .pdf"
     )
     add_fields(made)
-    add_common(made, json_help="print one JSON document on standard output")
-    made.set_defaults(execute=_execute)
 
 
 def _execute(options: argparse.Namespace) -> int:

@@ -103,7 +103,7 @@ class Sync:
 class PowerLossDisk:
     """Content of a directory with the history of its changes. Thread-safe.
 
-    Only changes by the calls in :mod:`penstock.testing.power_calls` are seen; see ``missed``.
+    Only changes by the calls in :mod:`power_calls` are seen; see ``missed``.
 
     Attributes:
         root: The directory.

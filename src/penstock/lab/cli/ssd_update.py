@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
@@ -12,12 +11,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock import __version__
-from penstock.cli.command import add_common, formatter
-from penstock.cli.output import show, write_json
+from penstock.cli.command import add_command
+from penstock.cli.output import print_result
 from penstock.cli.paths import picture_to_write
-from penstock.cli.ssd_options import add_fields, count, device_of, known_devices, list_of
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bytes, format_duration
+from penstock.lab.cli.ssd_options import add_fields, count, device_of, known_devices, list_of
 from penstock.lab.ssd import Device, Gradient, Placement, Step, Update
 from penstock.lab.ssd.description import nearest
 from penstock.lab.ssd.energy import Boundary
@@ -42,19 +41,17 @@ examples:
 
 def add_parser(what: Any) -> None:
     """Add ``weight-update`` to the subcommands of ``penstock ssd``."""
-    made = what.add_parser(
+    made = add_command(
+        what,
         "weight-update",
-        help="predict time, energy and wear of an optimizer's step, by where it runs",
+        "predict time, energy and wear of an optimizer's step, by where it runs",
+        _execute,
         description="Predict the time, energy and wear of a weight update: on the host, in the SSD's"
         "\ncontroller, on its flash dies, or split between these two.",
-        epilog=_EXAMPLES,
-        formatter_class=formatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     add_update(made)
     made.add_argument("--plot", metavar="FILE", help="draw the step, as .svg, .png or .pdf")
-    add_common(made, json_help="print one JSON document on standard output")
-    made.set_defaults(execute=_execute)
 
 
 def add_update(made: argparse.ArgumentParser) -> None:
@@ -123,10 +120,11 @@ def _execute(options: argparse.Namespace) -> int:
     done = [simulate(device, update, each, engine) for each in placements_of(options.placement)]
     if plot is not None:
         plot_steps(device, update, done, plot)
-    if options.json:
-        write_json(document(device, update, done, engine), sys.stdout)
-    else:
-        show(text(device, update, done, engine), sys.stdout)
+    print_result(
+        options.json,
+        lambda: document(device, update, done, engine),
+        lambda: text(device, update, done, engine),
+    )
     return 0
 
 

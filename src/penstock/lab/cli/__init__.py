@@ -1,0 +1,1 @@
+"""Commands of the lab: ``penstock ssd`` and ``penstock characterize``."""

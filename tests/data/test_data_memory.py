@@ -1,0 +1,155 @@
+"""Memory that samples are read into: places never overlap, nothing is held beyond the limit, and what is
+freed is used again.
+"""
+
+import gc
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.data.group import ReadMemory
+from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
+from penstock.store.account import host_account
+
+CAPACITY = 1 << 18
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.memory = ReadMemory(CAPACITY)
+        self.live = []  # (blocks, [(start, stop)]), oldest first
+        self.lent = []  # (arena, span, array, contents)
+
+    @rule(sizes=st.lists(st.integers(1, CAPACITY // PAGE_BYTES // 3), min_size=1, max_size=5))
+    def take(self, sizes):
+        sizes = [each * PAGE_BYTES for each in sizes]
+        places = self.memory.take(np.array(sizes))
+        if places is None:
+            assert self.live or self.lent or sum(sizes) > self.memory.limit_bytes
+            return
+        offsets, blocks = places
+        spans = [(int(o), int(o) + n) for o, n in zip(offsets, sizes, strict=True)]
+        others = [span for _, held in self.live for span in held]
+        others += [span for arena, span, *_ in self.lent if arena is self.memory.arena]
+        for start, stop in spans:
+            assert 0 <= start < stop <= self.memory.limit_bytes
+            assert any(
+                block.offset <= start and stop <= block.offset + len(block.array)
+                for block in blocks
+            )
+            assert all(stop <= low or start >= high for low, high in others)
+            others.append((start, stop))
+        self.live.append((blocks, spans))
+        for start, stop in spans:
+            self.memory.bytes[start:stop] = np.random.default_rng(start).integers(256)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def free(self, data):
+        blocks, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        blocks.clear()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def lend(self, data):
+        blocks, _ = self.live[data.draw(st.integers(0, len(self.live) - 1))]
+        block = blocks[data.draw(st.integers(0, len(blocks) - 1))]
+        array = block.array[:PAGE_BYTES]
+        span = (block.offset, block.offset + len(block.array))
+        self.lent.append((self.memory.arena, span, array, array.copy()))
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data())
+    def drop(self, data):
+        self.lent.pop(data.draw(st.integers(0, len(self.lent) - 1)))
+
+    @precondition(lambda self: not self.live)
+    @rule()
+    def renew(self):
+        self.memory.renew()
+
+    @rule(limit=st.integers(PAGE_BYTES, CAPACITY))
+    def lower(self, limit):
+        self.memory.limit_bytes = limit // PAGE_BYTES * PAGE_BYTES
+
+    @invariant()
+    def what_is_lent_is_not_written_to(self):
+        for *_, array, expected in self.lent:
+            assert np.array_equal(array, expected)
+
+    @invariant()
+    def all_is_counted(self):
+        assert self.memory.held_bytes <= CAPACITY
+        assert self.memory.account.used_bytes == self.memory.held_bytes
+        if not self.live and not self.lent:
+            assert self.memory.used_bytes == 0
+
+    def teardown(self):
+        self.memory.close()
+        self.what_is_lent_is_not_written_to()
+
+
+TestReadMemory = MemoryMachine.TestCase
+
+
+def test_scattered_room_is_used():
+    """Extents that do not fit in one piece are put into several."""
+    memory = ReadMemory(8 * PAGE_BYTES)
+    each = [memory.take(np.array([PAGE_BYTES]))[1] for _ in range(8)]
+    for blocks in each[::2]:
+        blocks.clear()
+    assert memory.take(np.array([2 * PAGE_BYTES])) is None
+    _, blocks = memory.take(np.full(4, PAGE_BYTES))
+    assert len(blocks) == 4
+    memory.close()
+
+
+def test_what_is_not_needed_any_more_is_freed():
+    memory = ReadMemory(4 * HUGE_PAGE_BYTES)
+    _, first = memory.take(np.array([3 * HUGE_PAGE_BYTES + PAGE_BYTES]))
+    assert memory.held_bytes == 4 * HUGE_PAGE_BYTES
+    memory.limit_bytes = HUGE_PAGE_BYTES
+    assert memory.take(np.array([PAGE_BYTES])) is None
+    first.clear()
+    _, second = memory.take(np.array([PAGE_BYTES]))
+    assert memory.held_bytes == HUGE_PAGE_BYTES
+    assert memory.take(np.array([HUGE_PAGE_BYTES])) is None
+    second.clear()
+    memory.close()
+    assert memory.account.used_bytes == 0
+
+
+def test_as_much_is_taken_as_the_account_allows(monkeypatch):
+    account = host_account()
+    limit = account.used_bytes + 4 * HUGE_PAGE_BYTES + PAGE_BYTES
+    monkeypatch.setattr(account, "limit_bytes", limit)
+    memory = ReadMemory(8 * HUGE_PAGE_BYTES)
+    _, first = memory.take(np.array([3 * HUGE_PAGE_BYTES + PAGE_BYTES]))
+    assert memory.take(np.array([2 * HUGE_PAGE_BYTES])) is None
+    first.clear()
+    assert memory.used_bytes == 0
+    _, second = memory.take(np.array([4 * HUGE_PAGE_BYTES + PAGE_BYTES]))
+    assert memory.take(np.array([PAGE_BYTES])) is None
+    second.clear()
+    memory.close()
+
+
+@pytest.mark.parametrize("end", [ReadMemory.renew, ReadMemory.close])
+def test_what_is_lent_lasts_and_is_the_holders(end):
+    before = host_account().used_bytes
+    memory = ReadMemory(4 * HUGE_PAGE_BYTES)
+    arena = memory.arena
+    _, blocks = memory.take(np.full(4, HUGE_PAGE_BYTES))
+    lent = blocks[0].array[:PAGE_BYTES]
+    lent[:] = 7
+    blocks.clear()
+    end(memory)
+    assert host_account().used_bytes == before
+    assert (lent == 7).all()
+    del lent
+    gc.collect()
+    assert arena.touched_bytes == 0
+    memory.close()
