@@ -8,6 +8,7 @@ from dataclasses import replace
 from penstock.plan import explanation
 from penstock.plan.encoding import SlotCodecs
 from penstock.plan.groups import SlotGroup, need_order
+from penstock.plan.machine import Budgets, Machine
 from penstock.plan.pipeline import choose
 from penstock.plan.placement import packed
 from penstock.plan.plan import Action, Decision, Plan
@@ -65,6 +66,20 @@ def assemble(
             ),
         ),
     )
+
+
+def policy_of(
+    name: str,
+    choose: Callable[[PlanningProblem], Choice],
+    notes: Callable[[PlanningProblem], Iterable[str]] = lambda _: (),
+) -> Callable[[Profile, Machine, Budgets], Plan]:
+    """Return the policy that plans by ``choose``, with further notes on the problem."""
+
+    def policy(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
+        case = PlanningProblem(profile, machine, budgets)
+        return assemble(name, case, choose(case), notes=notes(case))
+
+    return policy
 
 
 def draft(case: PlanningProblem, choice: Choice) -> Plan:

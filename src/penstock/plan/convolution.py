@@ -110,11 +110,6 @@ def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
     )
 
 
-def convolutions(profile: Profile, machine: Machine) -> tuple[str, ...]:
-    """Return the paths of modules with convolutions whose algorithm can be chosen, in order."""
-    return tuple(dict.fromkeys(one.module for one in leanest(profile, machine)))
-
-
 def leanest(profile: Profile, machine: Machine) -> Limits:
     """Return limits that leave no convolution a workspace: vDNN's memory-optimal mode (m)."""
     if machine.compute is None:

@@ -40,15 +40,8 @@ def best(samples: Sequence[CodecSample], machine: Machine, tier: str) -> CodecSa
     return min(useful, key=lambda s: (sum(_work_s(s)) + s.ratio * raw_s, s.ratio, s.codec))
 
 
-def pays(sample: CodecSample, machine: Machine, tier: str) -> bool:
-    """Return True if a codec shortens a slot's round trip by ``MARGIN``, with nothing overlapping.
-
-    It compares encoding, writing, reading and decoding with writing and reading the raw bytes.
-    """
-    return _pays(sample, sum(_raw_s(machine, tier)))
-
-
 def _pays(sample: CodecSample, raw_s: float) -> bool:
+    """Return True if a codec shortens a slot's round trip by ``MARGIN``, with nothing overlapping."""
     return sum(_work_s(sample)) <= (1 - sample.ratio - MARGIN) * raw_s
 
 

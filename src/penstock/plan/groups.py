@@ -61,13 +61,6 @@ def need_order(profile: Profile, needs: Sequence[int] | None = None) -> tuple[Sl
 
 def _group(profile: Profile, indices: list[int], overlap: int) -> SlotGroup:
     slots = [profile.slots[i] for i in indices]
-    if len(slots) == 1:
-        one = slots[0]
-        worst_bytes = one.key.nbytes + (FRAME_HEADER_BYTES if one.codecs else 0)
-        nbytes = round_up(worst_bytes, PAGE_BYTES)
-        return SlotGroup(
-            one.key, (indices[0],), nbytes, one.idle_ns, one.held_elsewhere, one.codecs
-        )
     per_pass: dict[int, int] = {}
     for slot in slots:
         worst_bytes = slot.key.nbytes + (FRAME_HEADER_BYTES if slot.codecs else 0)

@@ -22,7 +22,8 @@ _OPTIONAL: Final[Mapping[str, object]] = {**dict.fromkeys(_WORK, 0.0), "flash_se
 """Defaults of a machine's fields that a file may omit."""
 _OPTIONAL_COMPUTE: Final[Mapping[str, object]] = {"cudnn": 4, "processors": 0}
 """Defaults of the fields of ``compute`` that a file may omit."""
-_ZERO_OR_MORE: Final = ("flash_latency_s", "interference", *_WORK)
+_MEMORIES: Final = ("device_bytes", "host_bytes", "flash_bytes")
+_ZERO_OR_MORE: Final = ("flash_latency_s", "interference", *_MEMORIES, *_WORK)
 
 
 @dataclass(frozen=True)
@@ -103,23 +104,11 @@ class Machine:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("name", "compute", "sources", "flash_service") or isinstance(
-                value, bool
-            ):
-                continue
-            if isinstance(value, int) and field.name in (
-                "device_bytes",
-                "host_bytes",
-                "flash_bytes",
-            ):
-                if value < 0:
-                    raise ConfigError(
-                        f"machine {self.name!r}: {field.name} is {value}, it must be zero or more"
-                    )
+            if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             least = "zero or more" if field.name in _ZERO_OR_MORE else "positive"
             low = value < 0 or (least == "positive" and value == 0)
-            if not math.isfinite(value) or low:
+            if low or (isinstance(value, float) and not math.isfinite(value)):
                 raise ConfigError(
                     f"machine {self.name!r}: {field.name} is {value}, it must be {least}"
                 )

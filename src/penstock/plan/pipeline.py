@@ -5,7 +5,7 @@ while one slot is encoded, another is being written and a third computed. So on 
 pass, its forward or its backward, takes as long as the busiest stage. Slots are considered in the order
 of channel time saved per second of codec work, and a slot is encoded
 
-1. if its codec pays even with nothing overlapping (``encoding.pays``), and the pass takes no longer;
+1. if its codec pays even with nothing overlapping (``encoding.best``), and the pass takes no longer;
 2. or, while its channel is the busiest, if the pass becomes shorter by ``MARGIN`` of the codec's time.
 
 So the encoder never becomes a worse bottleneck than the channel was, and a step is never slower on paper

@@ -20,30 +20,19 @@ has no budget, host memory takes its place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Final
 
-from penstock.plan.assembly import assemble
-from penstock.plan.explanation import why_kept
-from penstock.plan.machine import Budgets, Machine
+from penstock.plan.assembly import policy_of
+from penstock.plan.machine import Budgets
 from penstock.plan.placement import first_true, fitting
-from penstock.plan.plan import Plan
 from penstock.plan.problem import Choice, PlanningProblem
-from penstock.plan.profile import Profile
 
 MIN_BYTES: Final = 2**20
 """Smallest slot that is offloaded: smaller transfers would be slow."""
-
-
-def flashneuron(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """Offload to flash as much as can be written during forward, preferring compressible slots."""
-    case = PlanningProblem(profile, machine, budgets)
-    notes = [] if budgets.flash_bytes else ["no flash budget: host memory takes its place"]
-    if not any(group.codecs for group in case.groups):
-        notes.append("no slot was sampled for compression: phase 2 has nothing to choose")
-    return assemble("flashneuron", case, choose(case), why_kept, notes=notes)
 
 
 def choose(case: PlanningProblem) -> Choice:
@@ -144,3 +133,13 @@ class _Scheduler:
                     took_ns = round(machine.write_s(moved, self._tier) * 1e9)
                     mine.append((slot.saved_at_ns, end_ns, took_ns))
         return found
+
+
+def _notes(case: PlanningProblem) -> Iterator[str]:
+    if not case.budgets.flash_bytes:
+        yield "no flash budget: host memory takes its place"
+    if not any(group.codecs for group in case.groups):
+        yield "no slot was sampled for compression: phase 2 has nothing to choose"
+
+
+flashneuron = policy_of("flashneuron", choose, _notes)

@@ -11,23 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from penstock.plan.assembly import assemble
+from penstock.plan.assembly import policy_of
 from penstock.plan.encoding import cost_s
-from penstock.plan.explanation import why_kept
-from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import first_true, fitting
-from penstock.plan.plan import Plan
 from penstock.plan.problem import Choice, PlanningProblem
-from penstock.plan.profile import Profile
 
 _BISECTIONS: Final = 12
 """Bisection steps, starting from the time that flash takes for everything."""
-
-
-def lifetime(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """Offload the largest and longest idle slots, as few as possible, over both tiers."""
-    case = PlanningProblem(profile, machine, budgets)
-    return assemble("lifetime", case, choose(case), why_kept)
 
 
 def choose(case: PlanningProblem) -> Choice:
@@ -112,3 +102,6 @@ def _paced(
             room[tier] -= group.nbytes
             free_s = end_s if tier == "flash" else free_s
     return tiers, full
+
+
+lifetime = policy_of("lifetime", choose)

@@ -17,20 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from penstock.plan.assembly import assemble
-from penstock.plan.explanation import why_kept
-from penstock.plan.machine import Budgets, Machine
+from penstock.plan.assembly import policy_of
 from penstock.plan.placement import first_true
-from penstock.plan.plan import Plan
 from penstock.plan.problem import Choice, PlanningProblem
-from penstock.plan.profile import Profile
 from penstock.plan.recompute_sets import RecomputableModule
-
-
-def recompute(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """Recompute as few modules as possible within the budget."""
-    case = PlanningProblem(profile, machine, budgets)
-    return assemble("recompute", case, choose(case), why_kept, notes=_notes(case))
 
 
 def choose(case: PlanningProblem) -> Choice:
@@ -118,3 +108,6 @@ def _notes(case: PlanningProblem) -> tuple[str, ...]:
     if case.recomputing.modules:
         return ()
     return ("the profile has no module that can be recomputed: nothing is recomputed",)
+
+
+recompute = policy_of("recompute", choose, _notes)

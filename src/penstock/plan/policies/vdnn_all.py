@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.plan.assembly import assemble
-from penstock.plan.explanation import why_kept
+from penstock.plan.assembly import policy_of
 from penstock.plan.layers import Layer, prefetch_search
-from penstock.plan.machine import Budgets, Machine
-from penstock.plan.plan import Plan
 from penstock.plan.problem import Choice, PlanningProblem
-from penstock.plan.profile import Profile
-
-
-def vdnn_all(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """Offload every layer's X; fastest convolutions, or memory-optimal ones if those do not fit."""
-    case = PlanningProblem(profile, machine, budgets)
-    return assemble("vdnn-all", case, choose(case), why_kept, notes=tier_notes(case))
 
 
 def choose(case: PlanningProblem) -> Choice:
@@ -62,3 +52,6 @@ def _tier(case: PlanningProblem) -> tuple[str, int]:
     if case.budgets.host_bytes or not case.budgets.flash_bytes:
         return "host", case.budgets.host_bytes
     return "flash", case.budgets.flash_bytes
+
+
+vdnn_all = policy_of("vdnn-all", choose, tier_notes)

@@ -10,20 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.plan.assembly import assemble
-from penstock.plan.explanation import why_kept
-from penstock.plan.machine import Budgets, Machine
-from penstock.plan.plan import Plan
+from penstock.plan.assembly import policy_of
 from penstock.plan.policies.vdnn_all import every_map, offload_maps, tier_notes
 from penstock.plan.policies.vdnn_conv import convolutions_maps
 from penstock.plan.problem import Choice, PlanningProblem
-from penstock.plan.profile import Profile
-
-
-def vdnn_dyn(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """Offload as little as fits, trying configurations in vDNN's order."""
-    case = PlanningProblem(profile, machine, budgets)
-    return assemble("vdnn-dyn", case, choose(case), why_kept, notes=tier_notes(case))
 
 
 def choose(case: PlanningProblem) -> Choice:
@@ -47,3 +37,6 @@ def _configurations(case: PlanningProblem) -> Iterator[Choice]:
             if lean.fits(choice):  # otherwise there is no room for any workspace
                 yield offload_maps(case.fitted(choice.tiers), wanted)
         yield from without
+
+
+vdnn_dyn = policy_of("vdnn-dyn", choose, tier_notes)
