@@ -65,7 +65,7 @@ BYTES = {
 def test_bytes_per_parameter_are_those_documented(form, expected, small):
     name, dtype = form
     a = FlashAdamW(parameters(dtype), format=name, **small)
-    assert a._penstock.groups.forms[0][0].bytes_per_parameter == expected
+    assert a._penstock.groups.laid[0].forms[0].bytes_per_parameter == expected
     a.close()
 
 
@@ -108,7 +108,7 @@ def test_formats_belong_to_groups(small):
     a = FlashAdamW(
         [{"params": params[:3], "format": "split"}, {"params": params[3:]}], format="int8", **small
     )
-    assert [form.format for forms in a._penstock.groups.forms for form in forms] == [
+    assert [form.format for laid in a._penstock.groups.laid for form in laid.forms] == [
         "split",
         "int8",
     ]

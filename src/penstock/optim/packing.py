@@ -12,7 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.optim.formats import UNIT, Array
+from penstock.optim.formats import MASTER, UNIT, Array
 
 
 def load_kernels() -> Any:
@@ -30,6 +30,23 @@ def plain(array: Array, memory: NDArray[np.uint8], at: int, count: int) -> Tenso
     first = array.offset_bytes + at * array.dtype.itemsize
     raw = torch.from_numpy(memory[first : first + count * array.dtype.itemsize])
     return raw.view(array.dtype)
+
+
+def bits_of(values: Tensor) -> NDArray[Any]:
+    """Return the bits of float32 or bfloat16 values on the host, as unsigned integers of that size."""
+    if values.dtype == torch.bfloat16:
+        return values.view(torch.int16).numpy().view(np.uint16)
+    return values.numpy().view(np.uint32)
+
+
+def is_copy(array: Array, weight: Tensor) -> bool:
+    """Return whether an array is a master that merely repeats the weight, which is the master."""
+    return (
+        array.name == MASTER
+        and array.packing == "plain"
+        and weight.dtype == array.dtype
+        and weight.device.type == "cpu"
+    )
 
 
 def unpack(array: Array, memory: NDArray[np.uint8], at: int, out: NDArray[np.uint32]) -> None:

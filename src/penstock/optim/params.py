@@ -267,17 +267,16 @@ class Groups:
     Attributes:
         params: All parameters, by number.
         tiles: All tiles, by number.
-        forms: The forms of each group's records.
+        laid: The groups, by number.
     """
 
     def __init__(self, source: ProbedOptimizer) -> None:
         """Begin without any group."""
         self.params: list[Param] = []
         self.tiles: list[Tile] = []
-        self.forms: list[list[Form]] = []
+        self.laid: list[GroupLayout] = []
         self._source = source
         self._seen: list[Any] = []  # of each group, what may decide what is kept
-        self._laid: list[GroupLayout] = []
 
     def lay(self, group: dict[str, Any]) -> GroupLayout:
         """Lay a group of the optimizer into tiles, without adding it.
@@ -285,7 +284,7 @@ class Groups:
         Raises:
             ConfigError: The optimizer is not element-wise, or the format is not for these parameters.
         """
-        number = len(self.forms)
+        number = len(self.laid)
         config = self._source.config
         group.setdefault("format", config.format)
         where = f"{self._source.name}, group {number}"
@@ -324,25 +323,24 @@ class Groups:
         """Add a group whose records have been laid out."""
         self.params += laid.params
         self.tiles += laid.tiles
-        self.forms.append(laid.forms)
-        self._laid.append(laid)
+        self.laid.append(laid)
         self._seen.append(_decisive(self._source.optimizer.param_groups[len(self._seen)]))
 
     def kept(self, param: Param) -> KeptStates:
         """Return the states that the optimizer keeps for a parameter."""
-        return self._laid[param.group].kept[param.tensor.dtype]
+        return self.laid[param.group].kept[param.tensor.dtype]
 
     def kept_in(self, tile: Tile) -> KeptStates:
         """Return the states that the optimizer keeps for the parameters in a tile."""
-        return self._laid[tile.group].kept[tile.form.param_dtype]
+        return self.laid[tile.group].kept[tile.form.param_dtype]
 
     def initial_in(self, tile: Tile) -> Mapping[str, Any]:
         """Return the states of a tile's parameters that exist before a first step."""
-        return self._laid[tile.group].initial
+        return self.laid[tile.group].initial
 
     def initial_scalars(self, param: Param) -> dict[str, Any]:
         """Return a parameter's scalars before its first step."""
-        return scalars_of(self._laid[param.group].initial)
+        return scalars_of(self.laid[param.group].initial)
 
     def check(self) -> None:
         """Raise ConfigError if parameters were exchanged or changed, or need more states."""
@@ -381,14 +379,14 @@ class Groups:
         self, number: int, group: Mapping[str, Any], where: str
     ) -> Iterator[tuple[tuple[State, ...], tuple[State, ...]]]:
         """Yield the states kept for each kind of parameter in a group, and those with other options."""
-        laid = self._laid[number]
+        laid = self.laid[number]
         if group.get("format") != laid.format:
             raise ConfigError(
                 f"{where}: its format is {group.get('format')!r} now, and its states are {laid.format!r};"
                 " that is chosen when a group is made"
             )
         for dtype, kept in laid.kept.items():
-            form = next(form for form in self.forms[number] if form.param_dtype == dtype)
+            form = next(form for form in laid.forms if form.param_dtype == dtype)
             options = options_of(group)
             now = probe(self._source, options, form.master_dtype, laid.initial, where=where)
             yield kept.states, now.states

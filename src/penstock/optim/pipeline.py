@@ -206,16 +206,21 @@ class TilePipeline:
             raise
         return buffer
 
-    def release(self, buffer: RecordBuffer) -> None:
-        """Return the buffer of a tile that was updated; begin to write what should make room."""
+    def release(self, buffer: RecordBuffer, *, changed: bool = True) -> None:
+        """Return an acquired buffer, whose record was ``changed`` or not; begin what makes room."""
         assert buffer.tile is not None
         with self._wake:
-            buffer.is_fresh = False
             buffer.is_done = True
-            buffer.phase = BufferPhase.DIRTY
-            self.store.filled.add(buffer.tile.index)
-            if self._write_through:
-                self._write(buffer)
+            if changed:
+                buffer.is_fresh = False
+                buffer.phase = BufferPhase.DIRTY
+                self.store.filled.add(buffer.tile.index)
+                if self._write_through:
+                    self._write(buffer)
+            elif buffer.is_fresh:
+                self._free(buffer)
+            else:
+                buffer.phase = buffer.before
             self._evict()
             self._read_ahead()
             self._wake.notify_all()
@@ -226,26 +231,6 @@ class TilePipeline:
         with self._wake:
             self._free(buffer)
             self._wake.notify_all()
-
-    def put_back(self, buffer: RecordBuffer) -> None:
-        """Return an acquired buffer whose contents were not changed."""
-        with self._wake:
-            buffer.phase = buffer.before
-            buffer.is_done = True
-            if buffer.is_fresh:
-                self._free(buffer)
-            self._evict()
-            self._read_ahead()
-            self._wake.notify_all()
-        self._launch()
-
-    def record_bytes(self, tile: Tile) -> int:
-        """Return the length of a tile's record as last written; its full length if it was not."""
-        return self.store.record_bytes(tile)
-
-    def is_filled(self, tile: Tile) -> bool:
-        """Return whether the tile has a record, on flash or in memory."""
-        return tile.index in self.store.filled
 
     def forget_all(self) -> None:
         """Forget the records of all tiles. No pass may be under way."""

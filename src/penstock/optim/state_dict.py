@@ -63,7 +63,7 @@ class _Room:
                 param = states.params[piece.param]
                 for array in tile.arrays:
                     key = (param.index, array.name)
-                    if key in seen or not param.has_state or _is_copy(array, param):
+                    if key in seen or not param.has_state or packing.is_copy(array, param.tensor):
                         continue
                     seen.add(key)
                     places.append((key, array, end, param.count))
@@ -105,10 +105,10 @@ def _save_piece(tile: Tile, memory: Any, piece: ParameterPiece, param: Param, ro
         if array.packing == "plain":
             target.copy_(packing.plain(array, memory, piece.at, target.numel()))
         elif array.name == MASTER:
-            weights = _halves(param.flat()[piece.start : piece.stop])
-            packing.join(array, memory, piece.at, weights, target.numpy().view(np.uint32))
+            weights = packing.bits_of(param.flat()[piece.start : piece.stop])
+            packing.join(array, memory, piece.at, weights, packing.bits_of(target))
         else:
-            packing.unpack(array, memory, piece.at, target.numpy().view(np.uint32))
+            packing.unpack(array, memory, piece.at, packing.bits_of(target))
 
 
 def check(
@@ -230,16 +230,14 @@ def _load_piece(
         if array.packing == "plain":
             packing.plain(array, memory, piece.at, values.numel()).copy_(values)
         else:
-            packing.pack(
-                array, memory, piece.at, values.numpy().view(np.uint32), key=0, first=piece.start
-            )
+            packing.pack(array, memory, piece.at, packing.bits_of(values), key=0, first=piece.start)
 
 
 def _load_master(
     array: Array, memory: Any, piece: ParameterPiece, param: Param, saved: Tensor | None
 ) -> None:
     mine = param.flat()[piece.start : piece.stop]
-    if saved is None or _is_copy(array, param):
+    if saved is None or packing.is_copy(array, param.tensor):
         values = _on_host(mine, array.dtype)
     else:
         values = _part(saved, param, piece, array.dtype)
@@ -247,8 +245,8 @@ def _load_master(
         packing.plain(array, memory, piece.at, values.numel()).copy_(values)
         copy_across(values, mine, ready_event(mine.device))
         return
-    words = values.contiguous().numpy().view(np.uint32)
-    packing.cut(array, memory, piece.at, words, _halves(mine))
+    words = packing.bits_of(values.contiguous())
+    packing.cut(array, memory, piece.at, words, packing.bits_of(mine))
 
 
 def _part(value: Tensor, param: Param, piece: ParameterPiece, dtype: torch.dtype) -> Tensor:
@@ -268,21 +266,6 @@ def _on_host(values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(dtype)
     there = torch.empty(values.numel(), dtype=dtype)
     return copy_across(values, there, ready_event(values.device))
-
-
-def _is_copy(array: Array, param: Param) -> bool:
-    """Return whether an array repeats what the parameter holds."""
-    tensor = param.tensor
-    return (
-        array.name == MASTER
-        and array.packing == "plain"
-        and tensor.dtype == array.dtype
-        and tensor.device.type == "cpu"
-    )
-
-
-def _halves(values: Tensor) -> Any:
-    return values.view(torch.int16).numpy().view(np.uint16)
 
 
 def _highest_step(states: FlashStates) -> int:

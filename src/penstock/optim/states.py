@@ -422,7 +422,7 @@ class FlashStates:
 
     def _restore_weights(self) -> None:
         """Set the weights to the masters in the records."""
-        tiles = [tile for tile in self.tiles if self.pipeline.is_filled(tile)]
+        tiles = [tile for tile in self.tiles if tile.index in self.store.filled]
         self.begin_visits(tiles)
         for tile in tiles:
             masters = next(array for array in tile.arrays if array.name == MASTER)
@@ -434,14 +434,12 @@ class FlashStates:
                         source = packing.plain(masters, buffer.memory, piece.at, target.numel())
                         copy_across(source, target, ready_event(target.device))
 
-    # -- for state dicts --------------------------------------------------------------------------
+    # -- others -----------------------------------------------------------------------------------
 
     @property
     def class_name(self) -> str:
         """Name of the class whose step is run on tiles."""
         return self._source.name
-
-    # -- others -----------------------------------------------------------------------------------
 
     @contextmanager
     def visiting(self, tile: Tile, *, change: bool) -> Iterator[RecordBuffer]:
@@ -452,10 +450,7 @@ class FlashStates:
         except BaseException:
             self.pipeline.drop(buffer)
             raise
-        if change:
-            self.pipeline.release(buffer)
-        else:
-            self.pipeline.put_back(buffer)
+        self.pipeline.release(buffer, changed=change)
 
     def begin_visits(self, tiles: Sequence[Tile]) -> None:
         """Read ahead for visits to these tiles in this order."""

@@ -172,14 +172,14 @@ class Updater:
         for part in (piece,) if is_plain else piece.cut(CHUNK):
             mine = weights[part.start : part.stop]
             if is_plain:
-                bits: NDArray[Any] = _halves(grad)
+                bits: NDArray[Any] = packing.bits_of(grad)
             else:
-                bits = _words(self._grad(part, 0, mine.device, torch.float32, work))
+                bits = packing.bits_of(self._grad(part, 0, mine.device, torch.float32, work))
             compact_adam.step(
                 work.arrays,
                 work.memory,
                 part.at,
-                _halves(mine),
+                packing.bits_of(mine),
                 bits,
                 numbers=numbers,
                 keys=keys,
@@ -219,7 +219,7 @@ class Updater:
             if not param.has_state:
                 values.fill_(work.initial[state.name])
             elif array.packing != "plain":
-                packing.unpack(array, work.memory, piece.at, _words(values))
+                packing.unpack(array, work.memory, piece.at, packing.bits_of(values))
             states[state.name] = values
         weight.grad = self._grad(piece, at, weight.device, weight.dtype, work)
         return _Item(piece, param, weight, states, words)
@@ -229,7 +229,7 @@ class Updater:
     ) -> tuple[Tensor, NDArray[np.uint32] | None]:
         array = work.arrays.get(MASTER)
         mine = param.flat()[piece.start : piece.stop]
-        if array is None or _is_copy(array, mine):
+        if array is None or packing.is_copy(array, mine):
             return mine, None
         if array.packing == "plain":
             master = packing.plain(array, work.memory, piece.at, mine.numel())
@@ -240,9 +240,9 @@ class Updater:
                 _take_over(mine, master, after)
             return master, None
         master = self._scratch.take(MASTER, torch.float32, at, mine.numel())
-        words = _words(master)
+        words = packing.bits_of(master)
         if param.has_state:
-            packing.join(array, work.memory, piece.at, _halves(mine), words)
+            packing.join(array, work.memory, piece.at, packing.bits_of(mine), words)
         else:
             master.copy_(mine)
         return master, words
@@ -270,9 +270,9 @@ class Updater:
             return
         mine = item.param.flat()[item.piece.start : item.piece.stop]
         if item.words is not None:
-            packing.cut(array, work.memory, item.piece.at, item.words, _halves(mine))
+            packing.cut(array, work.memory, item.piece.at, item.words, packing.bits_of(mine))
             torch.autograd.graph.increment_version(item.param.tensor)
-        elif _is_copy(array, mine):
+        elif packing.is_copy(array, mine):
             packing.plain(array, work.memory, item.piece.at, mine.numel()).copy_(mine)
         else:
             copy_across(item.weight.to(mine.dtype), mine, work.step.ready[item.piece.param])
@@ -292,7 +292,7 @@ class Updater:
                 array,
                 work.memory,
                 piece.at,
-                _words(values.contiguous()),
+                packing.bits_of(values.contiguous()),
                 key=key,
                 first=piece.start,
             )
@@ -344,24 +344,7 @@ def _chunks(
         yield batch
 
 
-def _is_copy(master: Array, weight: Tensor) -> bool:
-    """Return whether the record's master merely repeats the weight, which is the master."""
-    return (
-        master.packing == "plain" and weight.dtype == master.dtype and weight.device.type == "cpu"
-    )
-
-
 def _take_over(weight: Tensor, master: Tensor, after: Any) -> None:
     """Set the elements of a master of which the weight is not that any more."""
     own = copy_across(weight, torch.empty_like(weight, device=master.device), after)
     torch.where(master.to(own.dtype) == own, master, own.to(master.dtype), out=master)
-
-
-def _words(values: Tensor) -> NDArray[np.uint32]:
-    words: NDArray[np.uint32] = values.numpy().view(np.uint32)
-    return words
-
-
-def _halves(values: Tensor) -> NDArray[np.uint16]:
-    halves: NDArray[np.uint16] = values.view(torch.int16).numpy().view(np.uint16)
-    return halves

@@ -59,7 +59,7 @@ def wear_of(states: FlashStates) -> StepWear:
     written in the last step.
     """
     config = states.config
-    sizes = sorted((states.pipeline.record_bytes(tile) for tile in states.tiles), reverse=True)
+    sizes = sorted((states.store.record_bytes(tile) for tile in states.tiles), reverse=True)
     stay = 0 if config.durable else states.pipeline.count
     assert config.tbw is None or isinstance(config.tbw, int)
     return StepWear(sum(sizes[stay:]), _of_gradients(states), config.tbw, config.planned_steps)
