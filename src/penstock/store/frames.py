@@ -450,7 +450,7 @@ class FrameWorker:
         try:
             start_ns = self._recorder.clock.now_ns()
             frame_bytes = self._coder.encode_piece(job, index, slot)
-            source_bytes = self._record(Stage.ENCODE, job, index, start_ns)
+            source_bytes = self._report(Stage.ENCODE, job, index, start_ns)
             self._recorder.count(f"encoded.source_bytes.{frames.codec}", source_bytes)
             self._recorder.count(f"encoded.frame_bytes.{frames.codec}", frame_bytes)
             part = self._coder.write_frame(job, slot, frame_bytes)
@@ -500,7 +500,7 @@ class FrameWorker:
         found: BaseException | None = None
         try:
             self._coder.decode_piece(job, index, slot)
-            self._record(Stage.DECODE, job, index, start_ns)
+            self._report(Stage.DECODE, job, index, start_ns)
         except CodecError as error:
             found = CodecError(  # a new one: the frames of the first hold the slot
                 f"{job.frames.label}: piece {index} of {job.frames.pieces}, as read from tier"
@@ -511,7 +511,7 @@ class FrameWorker:
             found = error
         self._ended(job, slot, found)
 
-    def _record(self, stage: Stage, job: FrameJob, index: int, start_ns: int) -> int:
+    def _report(self, stage: Stage, job: FrameJob, index: int, start_ns: int) -> int:
         """Record a piece, which ends now; return its length."""
         now_ns, (_, nbytes) = self._recorder.clock.now_ns(), job.frames.range_of(index)
         tier, slot = job.tier.spec.name, job.frames.label
