@@ -31,10 +31,12 @@ from penstock import (
     checkpoint,
 )
 from penstock.checkpoint import Checkpointer
+from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import CODECS, FRAME_BYTES, Manifest
 from penstock.cli import main
 from penstock.codec import registry
 from penstock.codec.base import Fidelity, read_header
+from penstock.core.units import MIB
 from penstock.io.threads import ThreadEngine
 from penstock.testing.faults import GatedSyscalls
 
@@ -241,6 +243,26 @@ def test_unchanged_files_are_linked_and_others_are_not(disk_path):
     assert [each.name for each in store.unchanged(disk_path / "b", saved)] == ["frozen"]
     saved["trained"] = store.load(disk_path / "b")["trained"]
     assert len(store.unchanged(disk_path / "c", saved)) == 2
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_was_compared_is_written_with_the_same_places(
+    links, wait, disk_path, monkeypatch
+):
+    saved = {f"t{i}": torch.randn(1 << 19) for i in range(3)}
+    with Checkpointer(disk_path, codec="exponent", incremental=True) as ours:
+        ours.save(1, saved)
+        if links:
+            saved["t2"] = saved["t2"].clone()
+            saved["t2"][-1] += 1  # the first blocks of the file are the same
+        else:
+            monkeypatch.setattr(Disk, "link", lambda *_: False)
+        done = ours.save(2, saved, wait=wait)
+        done = done if wait else done.wait()
+        assert done.written_bytes == done.nbytes > 4 * MIB
+        assert_same(ours.load(), saved)
+        assert checkpoint.verify(done.path).ok
 
 
 def test_in_the_background_it_is_of_one_moment(disk_path):

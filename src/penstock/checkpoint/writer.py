@@ -41,7 +41,7 @@ class EncodedBody:
     """Content of a file with encoded tensors: its body, then its header, as lengths are known last.
 
     Attributes:
-        entries: Entries of its tensors by number, which have their places after ``pieces``.
+        entries: Entries of its tensors by number, with their places, after ``pieces``.
         header_bytes: Length of the header, whatever the lengths of the tensors.
         most_bytes: Greatest length of the file.
     """
@@ -61,27 +61,29 @@ class EncodedBody:
             regions: Contents of that file, the header first.
             encoder: Makes frames.
         """
-        self.entries = {index: entries[index] for index in plan.members}
+        self.entries: dict[int, TensorEntry] = {}
+        self._plain = {index: entries[index] for index in plan.members}
         self._encoder = encoder
         self._regions = dict(regions[1:])
         longest = {}
-        for index, entry in self.entries.items():
+        for index, entry in self._plain.items():
             region = self._regions.get(entry.offset_bytes) if entry.nbytes else None
             if region is not None and encoder.pays(region, entry.dtype):
                 most = _most_bytes(entry.nbytes)
                 longest[index] = replace(entry, codec=encoder.name, stored_bytes=most)
         self._pays = longest.keys()
-        most_entries = [longest.get(index, entry) for index, entry in self.entries.items()]
+        most_entries = [longest.get(index, entry) for index, entry in self._plain.items()]
         self.header_bytes = len(header_of(most_entries))
         self.most_bytes = self.header_bytes + sum(each.file_bytes for each in most_entries)
 
     def pieces(self) -> Iterator[tuple[Bytes, int]]:
         """Yield the body in order: a piece, valid until the next, and how far the plain file was read.
 
-        Raises CheckpointError if a tensor was changed.
+        Each call encodes the tensors again: a body is compared first, and then written. Raises
+        CheckpointError if a tensor was changed.
         """
         offset = self.header_bytes
-        for index, entry in self.entries.items():
+        for index, entry in self._plain.items():
             begin = offset
             pays = index in self._pays
             if entry.nbytes:
