@@ -1,12 +1,14 @@
 """Files on their way: each is waited for, however many there are, and none is written of two moments."""
 
+import os
+
 import pytest
 import torch
 from checkpoint_runs import BLOCK, assert_same, small_store
 
 from penstock import CheckpointError
 from penstock.checkpoint.disk import Disk
-from penstock.checkpoint.writer import FilesWriter
+from penstock.checkpoint.writer import _MOST_OPEN, FilesWriter
 
 FILES = 100
 """More than are kept open at once."""
@@ -28,6 +30,22 @@ def test_of_more_files_than_are_open_at_once_each_is_waited_for(disk_path, monke
     store.save(disk_path / "a", many())
     assert len(finished) == len(set(finished)) == FILES
     assert_same(store.load(disk_path / "a"), many())
+
+
+def test_of_many_files_that_changed_few_are_open_at_once(disk_path, monkeypatch):
+    clone, opened = Disk.clone, []
+
+    def noted(self, source, target):
+        opened.append(len(os.listdir("/proc/self/fd")))
+        return clone(self, source, target)
+
+    store = small_store(file_bytes=BLOCK)
+    store.save(disk_path / "a", many())
+    monkeypatch.setattr(Disk, "clone", noted)
+    store.save(disk_path / "b", many(1.0), base=disk_path / "a")
+    assert len(opened) == FILES
+    assert max(opened) - opened[0] <= _MOST_OPEN
+    assert_same(store.load(disk_path / "b"), many(1.0))
 
 
 @pytest.mark.parametrize("fails", [0, 30, FILES - 1])

@@ -96,6 +96,12 @@ class OpenCheckpoint:
             self._files[index] = found
         return found
 
+    def close_file(self, index: int) -> None:
+        """Close a data file if it is open."""
+        file = self._files.pop(index, None)
+        if file is not None:
+            file.close()
+
     def read(
         self,
         targets: Mapping[int, Regions] | Callable[[], Mapping[int, Regions]],
@@ -203,7 +209,7 @@ class OpenCheckpoint:
                 self.read({index: regions}, engine=engine, everything=True)
             except DamagedError as error:
                 found.append(error)
-            self._close_file(index)
+            self.close_file(index)
         return found
 
     def _begin(self, buffers: Buffers, block: _BlockRead, priority: Priority) -> Transfer:
@@ -213,12 +219,7 @@ class OpenCheckpoint:
     def _close_before(self, index: int) -> None:
         """Close earlier files: of thousands, not all can be open."""
         for each in [each for each in self._files if each < index]:
-            self._close_file(each)
-
-    def _close_file(self, index: int) -> None:
-        file = self._files.pop(index, None)
-        if file is not None:
-            file.close()
+            self.close_file(each)
 
     def _check(self, index: int) -> None:
         entry = self.manifest.files[index]

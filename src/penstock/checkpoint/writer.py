@@ -495,11 +495,15 @@ class FilesWriter:
         """Share the data of the base's file with a file; return False where that is not possible."""
         if self._base is None or base is None:
             return False
+        index = self._base.manifest.files.index(base)
         try:
-            source = self._base.file(self._base.manifest.files.index(base))
+            source = self._base.file(index)
         except PenstockError:
             return False
-        return self._disk.clone(source, file)
+        try:
+            return self._disk.clone(source, file)
+        finally:
+            self._base.close_file(index)
 
     def _added(self, entry: FileEntry, blocks: FileBlocks | None = None) -> None:
         self.entries.append(entry)
