@@ -1,6 +1,8 @@
 """Files on their way: each is waited for, however many there are, and none is written of two moments."""
 
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -46,6 +48,58 @@ def test_of_many_files_that_changed_few_are_open_at_once(disk_path, monkeypatch)
     assert len(opened) == FILES
     assert max(opened) - opened[0] <= _MOST_OPEN
     assert_same(store.load(disk_path / "b"), many(1.0))
+
+
+def syncs_after_ctrl_c(disk_path, monkeypatch, state, at, *, is_started):
+    """Save, with Ctrl-C as a sync's thread starts; return the syncs that still run then.
+
+    ``at``: 0 for the first file's, which is before the manifest is written; else a number from then on.
+    """
+    start, write = threading.Thread.start, Disk.write
+    since, running, interrupted = [], [], []
+
+    def start_or_stop(self):
+        if self.name == "penstock-sync" and not interrupted:
+            if len(since) == at:
+                interrupted.append(self)
+                if is_started:
+                    start(self)
+                raise KeyboardInterrupt
+            if since:
+                since.append(self)
+        start(self)
+
+    def noted(self, *words):
+        write(self, *words)
+        since.append(None)
+
+    def slow(name):
+        sync = getattr(Disk, name)
+
+        def slowly(*words):
+            running.append(name)
+            time.sleep(0.2)
+            sync(*words)
+            running.remove(name)
+
+        return slowly
+
+    for name in ("finish", "sync_file"):
+        monkeypatch.setattr(Disk, name, slow(name))
+    monkeypatch.setattr(Disk, "write", noted)
+    monkeypatch.setattr(threading.Thread, "start", start_or_stop)
+    with pytest.raises(KeyboardInterrupt):
+        small_store(file_bytes=BLOCK).save(disk_path / "a", state)
+    assert interrupted
+    assert not list(disk_path.iterdir())
+    return running
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_a_files_sync_that_is_interrupted_as_it_begins_is_waited_for(
+    disk_path, monkeypatch, is_started
+):
+    assert not syncs_after_ctrl_c(disk_path, monkeypatch, many(), 0, is_started=is_started)
 
 
 @pytest.mark.parametrize("fails", [0, 30, FILES - 1])

@@ -112,7 +112,8 @@ class Buffers:
         self._made += 1
         if not self._is_slow:
             return self._counted(self._make())
-        self._making = in_thread("penstock-buffers", self._make)
+        self._making = Future()
+        in_thread("penstock-buffers", self._make, self._making)
         return None
 
     def _have_made(self) -> None:
@@ -171,9 +172,10 @@ class Buffers:
     def close(self) -> None:
         """Free the memory. Nothing may be in flight."""
         making, self._making = self._making, None
-        made = None if making is None or making.exception() is not None else making.result()
-        if made is not None:
-            self._free.append(made)
+        if making is not None and not making.cancel() and making.exception() is None:
+            made = making.result()
+            if made is not None:
+                self._free.append(made)
         for block in self._free:
             block.free()
         self._free.clear()
@@ -278,7 +280,8 @@ class BlockWrites(TransferWindow[_Sent]):
         if target.is_complete and not target.in_flight:
             assert self._sync is not None
             work = partial(self._sync, target.file, target.nbytes)
-            target.synced = in_thread("penstock-sync", work)
+            target.synced = Future()
+            in_thread("penstock-sync", work, target.synced)
 
 
 def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -30,7 +30,7 @@ from penstock.checkpoint.streams import BlockWrites, Buffers, OutputFile, Region
 from penstock.checkpoint.tensors import FilePlan, Prepared, header_of
 from penstock.codec.base import HEADER_BYTES, Bytes
 from penstock.core.errors import CheckpointError, PenstockError
-from penstock.core.threads import in_thread
+from penstock.core.threads import cancel_all, in_thread
 from penstock.core.units import round_up
 from penstock.io.files import DirectFile
 from penstock.store.pool import Block
@@ -456,7 +456,10 @@ class FilesWriter:
             also: Other waits, each of which runs in a thread beside those for the files: a journal and a
                 device's cache are then flushed once for several.
         """
-        begun = [in_thread("penstock-sync", each) for each in also]
+        begun = []
+        for each in also:
+            begun.append(Future[None]())
+            in_thread("penstock-sync", each, begun[-1])
         try:
             self._out.finish()
             while self._open:
@@ -470,7 +473,7 @@ class FilesWriter:
     def _abandon(self) -> None:
         """Cancel what is in flight and close all files, whatever is in them. Idempotent."""
         self._out.cancel()
-        wait([each.synced for each in self._open if each.synced is not None])
+        cancel_all([each.synced for each in self._open if each.synced is not None])
         while self._open:
             self._open.pop().file.close()
         while self._early:

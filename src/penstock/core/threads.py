@@ -8,35 +8,41 @@ started then either: what is to be done in one is done at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 Made = TypeVar("Made")
 
 
-def in_thread(name: str, work: Callable[[], Made]) -> Future[Made]:
+def in_thread(name: str, work: Callable[[], Made], outcome: Future[Made]) -> None:
     """Do something in a thread of its own; in this one if the system starts none.
 
-    Args:
-        name: Of the thread.
-        work: Is called there.
+    The caller keeps the outcome before it calls this, so that Ctrl-C hides no thread. Work whose outcome
+    is cancelled before it begins is not done; see ``cancel_all``.
 
-    Returns:
-        What comes of it, or what it raises.
+    Args:
+        name: Name of the thread.
+        work: Called in the thread.
+        outcome: Settled with what it returns or raises.
     """
-    future: Future[Made] = Future()
 
     def run() -> None:
+        if not outcome.set_running_or_notify_cancel():
+            return
         try:
             made = work()
         except BaseException as error:  # noqa: BLE001  (whoever waits gets it)
-            future.set_exception(error)
+            outcome.set_exception(error)
         else:
-            future.set_result(made)
+            outcome.set_result(made)
 
     try:
         threading.Thread(target=run, name=name).start()
     except RuntimeError:  # there are as many as there may be, or the program ends
         run()
-    return future
+
+
+def cancel_all(outcomes: Iterable[Future[Any]]) -> None:
+    """Cancel work that has not begun, and wait for the rest."""
+    wait([each for each in outcomes if not each.cancel()])
