@@ -102,6 +102,12 @@ def test_a_files_sync_that_is_interrupted_as_it_begins_is_waited_for(
     assert not syncs_after_ctrl_c(disk_path, monkeypatch, many(), 0, is_started=is_started)
 
 
+@pytest.mark.parametrize("is_started", [True, False])
+def test_after_ctrl_c_the_manifests_sync_is_waited_for(disk_path, monkeypatch, is_started):
+    state = {"x": torch.ones(9)}
+    assert not syncs_after_ctrl_c(disk_path, monkeypatch, state, 2, is_started=is_started)
+
+
 @pytest.mark.parametrize("fails", [0, 30, FILES - 1])
 def test_a_file_that_cannot_be_waited_for_fails_the_save(disk_path, monkeypatch, fails):
     finish, finished = Disk.finish, []

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -456,19 +456,19 @@ class FilesWriter:
             also: Other waits, each of which runs in a thread beside those for the files: a journal and a
                 device's cache are then flushed once for several.
         """
-        begun = []
-        for each in also:
-            begun.append(Future[None]())
-            in_thread("penstock-sync", each, begun[-1])
+        begun: list[Future[None]] = []
         try:
+            for work in also:
+                begun.append(Future())
+                in_thread("penstock-sync", work, begun[-1])
             self._out.finish()
             while self._open:
                 self._out.wait_for(self._open[0])
                 self._open.pop(0)
+            for each in begun:
+                each.result()
         finally:
-            wait(begun)
-        for each in begun:
-            each.result()
+            cancel_all(begun)
 
     def _abandon(self) -> None:
         """Cancel what is in flight and close all files, whatever is in them. Idempotent."""
