@@ -138,3 +138,31 @@ def test_what_changes_between_being_compared_and_being_written_is_refused(disk_p
     with pytest.raises(CheckpointError, match="changed while it was saved"):
         store.save(disk_path / "b", {"x": x}, base=disk_path / "a")
     assert [each.name for each in disk_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("codec", [None, "exponent"])
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_file_of_the_base_that_is_cut_during_the_save_is_written(
+    codec, shares, disk_path, monkeypatch
+):
+    store, x = small_store(), {"x": torch.randn(9 * BLOCK)}
+    store.save(disk_path / "a", x, codec=codec)
+    (data,) = (disk_path / "a").glob("*.safetensors")
+    link = Disk.link
+
+    def cut(*words):
+        os.truncate(data, BLOCK)
+        return link(*words)
+
+    def copy(self, source, target):
+        with open(source.path, "rb") as shared, open(target.path, "r+b") as file:
+            file.write(shared.read())
+        return True
+
+    monkeypatch.setattr(Disk, "link", cut)
+    if shares:
+        monkeypatch.setattr(Disk, "clone", copy)
+    done = store.save(disk_path / "b", x, codec=codec, base=disk_path / "a")
+    assert done.written_bytes == done.nbytes
+    assert_same(store.load(disk_path / "b"), x)
+    assert store.verify(disk_path / "b").ok

@@ -199,6 +199,13 @@ class Disk:
         self.sync_file(directory, name)
         return True
 
+    def size_bytes(self, directory: Directory, name: str) -> int:
+        """Return the length of a file in a directory."""
+        try:
+            return os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_size
+        except OSError as error:
+            raise failed("stat", directory.join(name), error) from error
+
     def write(self, directory: Directory, name: str, data: bytes) -> None:
         """Make a new file of a few bytes; ``sync_file`` waits for it."""
         path = directory.join(name)

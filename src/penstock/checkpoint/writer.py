@@ -412,7 +412,7 @@ class FilesWriter:
                 put(index)
             if blocks.file is not None:
                 self._released(number, min(begin + blocks.block_bytes, nbytes))
-        if blocks.file is None and not self.link(name):
+        if blocks.file is None and not self._link(base):
             make(len(blocks))
         self._released(number, nbytes)
         self._added(FileEntry(name=name, nbytes=nbytes, sums=blocks.sums), blocks)
@@ -420,7 +420,7 @@ class FilesWriter:
     def _add_encoded(self, name: str, plain_bytes: int, body: EncodedBody) -> None:
         """Write a file with encoded tensors, which without a codec has ``plain_bytes``."""
         base, number = self._base_entry(name), len(self.entries)
-        if base is not None and agrees(body, self._out, base) and self.link(name):
+        if base is not None and agrees(body, self._out, base) and self._link(base):
             self._released(number, plain_bytes)
             self._added(base)
             return
@@ -443,11 +443,6 @@ class FilesWriter:
         file = self._create(name, nbytes) if early is None else early
         self._open.append(OutputFile(file, nbytes))
         return self._open[-1]
-
-    def link(self, name: str) -> bool:
-        """Link the base's file of that name; return False if that is not possible."""
-        assert self._base is not None
-        return self._disk.link(self._base.directory, self._directory, name)
 
     def finish(self, *also: Callable[[], None]) -> None:
         """Wait until all files are on the device. Raises TransferError.
@@ -494,8 +489,19 @@ class FilesWriter:
         self._reused.add(name)
         return file
 
+    def _link(self, base: FileEntry | None) -> bool:
+        """Link the base's file; return False if that is not possible, or it has been cut since."""
+        assert self._base is not None
+        assert base is not None
+        if not self._disk.link(self._base.directory, self._directory, base.name):
+            return False
+        if self._disk.size_bytes(self._directory, base.name) == base.nbytes:
+            return True
+        self._disk.drop(self._directory, base.name)
+        return False
+
     def _clone(self, base: FileEntry | None, file: DirectFile) -> bool:
-        """Share the data of the base's file with a file; return False where that is not possible."""
+        """Share the data of the base's file with a file; return False as ``_link``."""
         if self._base is None or base is None:
             return False
         index = self._base.manifest.files.index(base)
@@ -504,7 +510,7 @@ class FilesWriter:
         except PenstockError:
             return False
         try:
-            return self._disk.clone(source, file)
+            return self._disk.clone(source, file) and source.size_bytes == base.nbytes
         finally:
             self._base.close_file(index)
 
