@@ -170,6 +170,32 @@ def test_a_damaged_block_that_is_read_ahead_and_not_wanted_fails_no_load(is_flip
     assert torch.equal(into["x"], old["x"])
 
 
+@pytest.mark.parametrize(
+    ("code", "kind"), [(errno.EACCES, TransferError), (errno.EIO, DamagedError)]
+)
+def test_a_file_that_cannot_be_opened_and_is_not_wanted_fails_no_load(
+    code, kind, disk_path, monkeypatch
+):
+    store = small_store(file_bytes=1)
+    old = {"other": torch.ones(5 * BLOCK), "x": torch.randn(BLOCK)}
+    store.save(disk_path / "a", old)
+    real = os.open
+
+    def refuse(path, *args, **rest):
+        if os.path.basename(path) == "data-00000.safetensors":
+            raise OSError(code, os.strerror(code))
+        return real(path, *args, **rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    into = {"x": torch.zeros(BLOCK)}
+    store.load(disk_path / "a", into, partial=True)
+    assert torch.equal(into["x"], old["x"])
+    with pytest.raises(kind, match="data-00000"):
+        store.load(disk_path / "a", {"other": torch.zeros(5 * BLOCK)}, partial=True)
+    with pytest.raises(kind, match="data-00000"):
+        store.load(disk_path / "a")
+
+
 def test_a_sector_that_cannot_be_read_is_damage_and_the_one_before_is_loaded(disk_path):
     with Checkpointer(disk_path / "run", store=STORE) as ours:
         ours.save(1, state(1))

@@ -190,7 +190,11 @@ class OpenCheckpoint:
                 memory = buffers.take(window)
                 nbytes = min(size, self.manifest.files[index].nbytes - offset)
                 block = _BlockRead(index, offset, nbytes, memory)
-                window.begin(block, partial(self._begin, buffers, block))
+                try:
+                    window.begin(block, partial(self._begin, buffers, block))
+                except (TransferError, DamagedError) as error:
+                    if (index, offset) in found()[2]:
+                        fail(block, error)
 
     def verify(self, *, engine: Engine | None = None) -> list[DamagedError]:
         """Read everything and decode encoded tensors; return the first damage of each file.
