@@ -325,24 +325,17 @@ class CheckpointStore:
             ExitStack() as supply,
         ):
             targets = Targets(opened.manifest, partial=partial)
-            made: Callable[[], Any] | None = None
-
-            def bind() -> Mapping[int, Regions]:
-                nonlocal made
-                state = opened.manifest.state
-                made = targets.value(state, ()) if into is None else targets.bind(into, state)
-                targets.differences.check(where)
-                supply.enter_context(Prefault(targets.new_memory))
-                return targets.regions()
-
+            state = opened.manifest.state
+            made = targets.value(state, ()) if into is None else targets.bind(into, state)
+            targets.differences.check(where)
+            supply.enter_context(Prefault(targets.new_memory))
             try:
-                opened.read(bind, engine=engine)
+                opened.read(targets.regions(), engine=engine)
             except DamagedError as error:
                 if into is None:
                     raise
                 raise _half_set(error) from error
         targets.settle()
-        assert made is not None
         return made()
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import islice
+from functools import partial
 from typing import Final, NamedTuple
 
 from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.frames import Decoding
-from penstock.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, blocks_of
+from penstock.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest
 from penstock.checkpoint.regions import Region
 from penstock.checkpoint.streams import Buffers, Regions, digest, empty
 from penstock.checkpoint.values import FormError
@@ -104,7 +103,7 @@ class OpenCheckpoint:
 
     def read(
         self,
-        targets: Mapping[int, Regions] | Callable[[], Mapping[int, Regions]],
+        targets: Mapping[int, Regions],
         *,
         engine: Engine | None = None,
         everything: bool = False,
@@ -113,8 +112,7 @@ class OpenCheckpoint:
         """Fill some regions. A block reaches them only after its checksum was found right.
 
         Args:
-            targets: Regions to fill, by file, or a function that finds them while the first blocks of the
-                checkpoint are being read.
+            targets: Regions to fill, by file.
             engine: Moves blocks; the engine of this process if None.
             everything: Check also the blocks of these files that no region lies in.
             keep_open: Leave files open that were read, to be read again once they are removed.
@@ -125,59 +123,32 @@ class OpenCheckpoint:
             TransferError: The device refuses.
         """
         size = self.manifest.block_bytes
-        ahead = list[tuple[int, int]]()
-
-        @cache
-        def found() -> tuple[
-            Mapping[int, Regions], dict[int, list[int]], dict[tuple[int, int], None]
-        ]:
-            """Return the regions, where they begin, and the blocks that they lie in, in order."""
-            regions = targets() if callable(targets) else targets
-            starts = {index: [start for start, _ in each] for index, each in regions.items()}
-            places = (
-                (index, number * size)
-                for index in sorted(regions)
-                for number in (
-                    range(len(self.manifest.files[index].sums))
-                    if everything
-                    else _touched(regions[index], size)
-                )
+        starts = {index: [start for start, _ in each] for index, each in targets.items()}
+        places = (
+            (index, number * size)
+            for index in sorted(targets)
+            for number in (
+                range(len(self.manifest.files[index].sums))
+                if everything
+                else _touched(targets[index], size)
             )
-            return regions, starts, dict.fromkeys(places)
-
-        def blocks() -> Iterator[tuple[int, int]]:
-            if callable(targets):
-                all_blocks = (
-                    (index, offset)
-                    for index, file in enumerate(self.manifest.files)
-                    for offset in blocks_of(file.nbytes, size)
-                )
-                ahead.extend(islice(all_blocks, buffers.count))
-                yield from ahead
-            yield from (each for each in found()[2] if each not in ahead)
+        )
 
         def complete(block: _BlockRead) -> None:
             index, offset, nbytes, memory = block
-            regions, starts, wanted = found()
-            if (index, offset) not in wanted:
-                return
             if not keep_open:
                 self._close_before(index)  # blocks come in order: nothing of those is on its way
             address = memory.address
             if not self.manifest.files[index].has(offset // size, digest(address, nbytes)):
-                raise self._damaged(block, _OTHERS.format("their checksum differs"), regions)
+                raise self._damaged(block, _OTHERS.format("their checksum differs"), targets)
             try:
-                empty(regions[index], starts[index], offset, offset + nbytes, address)
+                empty(targets[index], starts[index], offset, offset + nbytes, address)
             except CodecError as error:
-                raise self._damaged(block, _OTHERS.format(error), regions) from error
+                raise self._damaged(block, _OTHERS.format(error), targets) from error
 
         def fail(block: _BlockRead, error: Exception) -> None:
-            if isinstance(error, TransferError):
-                regions, _, wanted = found()
-                if (block.file, block.offset) not in wanted:
-                    return
-                if error.errno in _LOST:
-                    raise self._damaged(block, _unreadable(error), regions) from error
+            if isinstance(error, TransferError) and error.errno in _LOST:
+                raise self._damaged(block, _unreadable(error), targets) from error
             raise error
 
         with (
@@ -186,15 +157,11 @@ class OpenCheckpoint:
                 complete=complete, fail=fail, release=lambda block: buffers.give(block.memory)
             ) as window,
         ):
-            for index, offset in blocks():
+            for index, offset in places:
                 memory = buffers.take(window)
                 nbytes = min(size, self.manifest.files[index].nbytes - offset)
                 block = _BlockRead(index, offset, nbytes, memory)
-                try:
-                    window.begin(block, partial(self._begin, buffers, block))
-                except (TransferError, DamagedError) as error:
-                    if (index, offset) in found()[2]:
-                        fail(block, error)
+                window.begin(block, partial(self._begin, buffers, block))
 
     def verify(self, *, engine: Engine | None = None) -> list[DamagedError]:
         """Read everything and decode encoded tensors; return the first damage of each file.
