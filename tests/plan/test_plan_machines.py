@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,6 +113,12 @@ def test_a_file_from_before_the_work_of_transfers_was_known_has_none():
     assert len(old.splitlines()) == len(lines) - 4
     none = {"write_work_s": 0.0, "write_work_s_per_byte": 0.0, "read_work_s": 0.0}
     assert Machine.from_toml(old) == replace(WHOLE, **none)
+
+
+@pytest.mark.parametrize("value", [np.float32(-1), np.int64(0), float("nan"), "fast", None])
+def test_a_speed_in_code_is_checked_too(value):
+    with pytest.raises(ConfigError, match=r"flash_write_bytes_per_s is .*, it must be"):
+        replace(WHOLE, flash_write_bytes_per_s=value)
 
 
 def test_a_machine_need_not_know_what_it_computes_with():

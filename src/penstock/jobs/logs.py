@@ -2,7 +2,7 @@
 
 A job appends to its log directly, whether its manager lives or not. When a log is too long, the manager
 copies it to ``NAME.log.1``, which is overwritten, and truncates it. Output at that very moment may be
-lost. So is output that a full disk does not accept (``drop_output_if_full``).
+lost. So is output that a full disk does not accept (see :mod:`penstock.cli.output`).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
+from numbers import Real
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,7 @@ _OPTIONAL: Final[Mapping[str, object]] = {**dict.fromkeys(_WORK, 0.0), "flash_se
 _OPTIONAL_COMPUTE: Final[Mapping[str, object]] = {"cudnn": 4, "processors": 0}
 """Defaults of the fields of ``compute`` that a file may omit."""
 _MEMORIES: Final = ("device_bytes", "host_bytes", "flash_bytes")
+_NOT_NUMBERS: Final = ("name", "compute", "sources", "flash_service")
 _ZERO_OR_MORE: Final = ("flash_latency_s", "interference", *_MEMORIES, *_WORK)
 
 
@@ -104,11 +106,15 @@ class Machine:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if field.name in _NOT_NUMBERS or isinstance(value, bool):
                 continue
+            if not isinstance(value, Real):
+                raise ConfigError(
+                    f"machine {self.name!r}: {field.name} is {value!r}, it must be a number"
+                )
             least = "zero or more" if field.name in _ZERO_OR_MORE else "positive"
             low = value < 0 or (least == "positive" and value == 0)
-            if low or (isinstance(value, float) and not math.isfinite(value)):
+            if low or not (isinstance(value, int) or math.isfinite(value)):
                 raise ConfigError(
                     f"machine {self.name!r}: {field.name} is {value}, it must be {least}"
                 )
