@@ -114,7 +114,7 @@ class Machine:
                 )
             least = "zero or more" if field.name in _ZERO_OR_MORE else "positive"
             low = value < 0 or (least == "positive" and value == 0)
-            if low or not (isinstance(value, int) or math.isfinite(value)):
+            if low or not abs(value) < math.inf:
                 raise ConfigError(
                     f"machine {self.name!r}: {field.name} is {value}, it must be {least}"
                 )
