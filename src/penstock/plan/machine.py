@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from numbers import Real
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from penstock.core.errors import ConfigError, PlanError
 from penstock.core.files import parse_json, parse_toml, read_text
@@ -105,10 +105,11 @@ class Machine:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
+            value: Any = getattr(self, field.name)
             if field.name in _NOT_NUMBERS or isinstance(value, bool):
                 continue
-            if not isinstance(value, Real):
+            is_number = isinstance(value, Real)
+            if not is_number:
                 raise ConfigError(
                     f"machine {self.name!r}: {field.name} is {value!r}, it must be a number"
                 )
@@ -274,6 +275,6 @@ class Budgets:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
+            value: Any = getattr(self, field.name)
             if value < 0:
                 raise ConfigError(f"{field.name} is {value}; a budget cannot be negative")
