@@ -3,12 +3,15 @@ freed is used again.
 """
 
 import gc
+import threading
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from penstock.core.errors import DatasetError
+from penstock.data.dataset import FlashDataset
 from penstock.data.group import ReadMemory
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
 from penstock.store.account import host_account
@@ -153,3 +156,47 @@ def test_what_is_lent_lasts_and_is_the_holders(end):
     gc.collect()
     assert arena.touched_bytes == 0
     memory.close()
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Sixteen files of 1 MiB, each of four samples."""
+    for number in range(16):
+        np.save(tmp_path / f"{number:02}.npy", np.full((4, 1 << 18), number, np.uint8))
+    return tmp_path
+
+
+def test_batches_that_are_dropped_as_there_is_no_room_are_no_refusal(rows, monkeypatch):
+    reader = FlashDataset(rows, memory=8 << 20).resources().reader
+    kept = []
+    while (pending := reader.start(reader.plan(np.arange(4) + 4 * len(kept)))) is not None:
+        group = pending.wait("raise")
+        kept.append(group.lend(int(group.offset[0, 0]), 4 << 18))
+        group.free()
+    del group, pending
+    real = ReadMemory.take
+
+    def take(self, sizes):
+        found = real(self, sizes)
+        if found is None:
+            other = threading.Thread(target=kept.clear)  # before it is looked at what is in use
+            other.start()
+            other.join()
+        return found
+
+    monkeypatch.setattr(ReadMemory, "take", take)
+    assert reader.start(reader.plan(np.arange(4))).wait("raise").nbytes.sum() == 4 << 18
+
+
+def test_errors_that_are_kept_keep_no_memory(rows):
+    data = FlashDataset(rows, memory=6 << 20)
+    data[0]
+    for path in sorted(rows.iterdir())[1:]:
+        if path.suffix == ".npy":
+            path.rename(path.with_suffix(".gone"))
+    errors = []
+    for number in range(1, 16):
+        with pytest.raises(DatasetError) as caught:
+            data.__getitems__([4 * number + i for i in range(4)])
+        errors.append(caught.value)
+    assert data.resources().reader.memory.used_bytes == 0

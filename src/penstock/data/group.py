@@ -77,6 +77,7 @@ class ReadMemory:
         if not self.used_bytes and self.arena.capacity_bytes != self.limit_bytes:
             self.renew()
         total = int(sizes.sum())
+        self.trim()
         if self.used_bytes + total > self.limit_bytes or self.limit_bytes < self.held_bytes:
             return None
         places = self._places(sizes)

@@ -118,13 +118,19 @@ class Reader:
             if plan.total_bytes > self.memory.limit_bytes:
                 raise self.too_small(plan)
             places = self.memory.take(plan.nbytes)
-            if places is None:
-                if not self.memory.used_bytes:
+            if places is None and not self.memory.used_bytes:
+                places = self.memory.take(plan.nbytes)  # batches may have been dropped since
+                if places is None:
                     raise self.too_small(plan)
+            if places is None:
                 return None
             self.counts.read_bytes += plan.total_bytes
             self.counts.wanted_bytes += int(np.maximum(plan.ranges.nbytes, 0).sum())
-        return self._start(plan, *places)
+        try:
+            return self._start(plan, *places)
+        except BaseException:
+            places[1].clear()  # or whoever keeps the error keeps the memory
+            raise
 
     def read(self, samples: Numbers, policy: Policy) -> SampleGroup:
         """Read samples and wait for them; raises as ``start`` and ``Pending.wait``."""

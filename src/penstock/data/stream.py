@@ -279,9 +279,10 @@ class Stream:
             if self._candidate is None:
                 return
             steps, plan = self._candidate
+            used_bytes = self._reader.memory.used_bytes  # before: batches may be dropped meanwhile
             pending = self._reader.start(plan)
             if pending is None:
-                self._full, self._used_bytes = True, self._reader.memory.used_bytes
+                self._full, self._used_bytes = True, used_bytes
                 return
             self._begin(_Fetch(steps, pending, self._clock.now_ns()))
             self._candidate = None

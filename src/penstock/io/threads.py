@@ -35,7 +35,7 @@ _PYBUF_WRITE: Final = 0x200
 _BUSY_RETRIES: Final = 1000
 _BUSY_PAUSE_S: Final = 0.001
 
-_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_view = ctypes.pythonapi["PyMemoryView_FromMemory"]  # not shared, as the attribute is
 _memory_view.restype = ctypes.py_object
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 

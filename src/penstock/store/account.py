@@ -11,7 +11,7 @@
     If a parent refuses, idle memory of other products' pools is freed first (``pool.free_idle``). If
     that is not enough, it is the client's decision: the runtime evicts, waits a moment for other
     products, and then raises ``BudgetError``; tiers are full; checkpoints and optimizers use fewer
-    buffers, loaders a shorter ring, and raise ``BudgetError`` if not even the least fits; buffers that
+    buffers, loaders less to read into, and raise ``BudgetError`` if not even the least fits; buffers that
     make memory free, as those of suspending, are forced. ``Account.refusal`` makes the error, with a
     table of what holds the memory.
 

@@ -31,7 +31,7 @@ from penstock.io.mapping import PAGE_BYTES
 from penstock.store.account import Account, host_account
 
 _PYBUF_WRITE: Final = 0x200
-_memory_view: Final = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_view: Final = ctypes.pythonapi["PyMemoryView_FromMemory"]  # not shared, as the attribute is
 _memory_view.restype = ctypes.py_object
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 

@@ -70,6 +70,7 @@ def _make_digest(
         lambda copy: then(bytes(sums), copy.error),
         address=ctypes.addressof(sums),
     )
+    del storage  # the copy has it: it must be dead when the ticket has ended
     try:
         lanes.get(ticket.device, "digest").submit(copy)
     except ClosedError as error:
