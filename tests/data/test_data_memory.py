@@ -10,9 +10,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.core.errors import DatasetError
+from penstock.core.errors import BudgetError, DatasetError
 from penstock.data.dataset import FlashDataset
 from penstock.data.group import ReadMemory
+from penstock.data.loader import FlashLoader
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
 from penstock.store.account import host_account
 
@@ -200,3 +201,15 @@ def test_errors_that_are_kept_keep_no_memory(rows):
             data.__getitems__([4 * number + i for i in range(4)])
         errors.append(caught.value)
     assert data.resources().reader.memory.used_bytes == 0
+
+
+@pytest.mark.parametrize("free_mib", [3, 5, 7, 9])
+def test_a_group_of_several_extents_that_the_account_admits_in_part_is_refused(
+    free_mib, rows, monkeypatch
+):
+    data = FlashDataset(rows, memory=96 << 20)
+    account = host_account()
+    with FlashLoader(data, 64, order="full") as loader:
+        monkeypatch.setattr(account, "limit_bytes", account.used_bytes + (free_mib << 20))
+        with pytest.raises(BudgetError):
+            list(loader)

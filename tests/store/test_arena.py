@@ -509,6 +509,17 @@ def test_a_block_in_a_cycle_returns_by_the_collector(arena):
 # -- the end -------------------------------------------------------------------------------------
 
 
+def test_a_closed_arena_keeps_only_the_pages_of_the_blocks_that_are_left():
+    account = Account(8 * HUGE_PAGE_BYTES)
+    arena = Arena(8 * HUGE_PAGE_BYTES, account=account, owner="test")
+    blocks = [arena.allocate(HUGE_PAGE_BYTES) for _ in range(8)]
+    arena.close()
+    while blocks:
+        assert account.used_bytes == arena.touched_bytes == len(blocks) * HUGE_PAGE_BYTES
+        blocks.pop().free()
+    assert account.used_bytes == 0
+
+
 def test_close_waits_for_the_last_block():
     budget = Account(8 * MIB)
     arena = Arena(8 * MIB, account=budget)

@@ -21,6 +21,7 @@ from penstock.data.permutation import Numbers
 from penstock.io.mapping import PAGE_BYTES, memory_at
 from penstock.store.account import host_account
 from penstock.store.arena import Arena
+from penstock.store.pool import Block
 
 ALIGNED_BYTES: Final = 64
 """Alignment of torch's own memory: with another, kernels may compute other bits."""
@@ -114,22 +115,27 @@ class ReadMemory:
     def _places(self, sizes: Numbers) -> tuple[Numbers, list[ReadBlock]] | None:
         ends = np.cumsum(sizes)
         offsets = ends - sizes
-        blocks: list[ReadBlock] = []
+        blocks: list[Block] = []
         first = 0
-        while first < len(sizes):
-            count, start = len(sizes) - first, int(offsets[first])
-            while True:
-                nbytes = int(ends[first + count - 1]) - start
-                block = self.arena.allocate(nbytes, wait=False)
-                if block is not None:
-                    break
-                if count == 1:
-                    return None
-                count = -(-count // 2)
-            blocks.append(ReadBlock(block.place, block.lend(0, nbytes)))
-            offsets[first : first + count] += block.place - start
-            first += count
-        return offsets, blocks
+        try:
+            while first < len(sizes):
+                count, start = len(sizes) - first, int(offsets[first])
+                while (block := self._block(int(ends[first + count - 1]) - start)) is None:
+                    if count == 1:
+                        return None
+                    count = -(-count // 2)
+                blocks.append(block)
+                offsets[first : first + count] += block.place - start
+                first += count
+            places = [ReadBlock(each.place, each.lend(0, each.nbytes)) for each in blocks]
+            blocks.clear()
+            return offsets, places
+        finally:
+            for each in blocks:
+                each.free()  # at once: a lent block is freed only when the caller's lock is released
+
+    def _block(self, nbytes: int) -> Block | None:
+        return self.arena.allocate(nbytes, wait=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -203,6 +203,8 @@ class Stream:
             self._reader.renew()
             self._full = False
             self._fill()
+            if self._full and self._candidate is not None and not self._reads:
+                raise self._reader.too_small(self._candidate[1])
 
     def _deliver(self, fetch: _Fetch) -> None:
         with self._changed:

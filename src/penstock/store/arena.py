@@ -165,7 +165,12 @@ class Arena(Pool):
     def _release(self, block: Block) -> int:
         self._space.free(block.place, block.nbytes)
         self._warm.free(block.place, block.nbytes)
-        return self._unmap() if self._closed and not self._used_bytes else 0
+        if not self._closed:
+            return 0
+        if not self._used_bytes:
+            return self._unmap()
+        # nobody will use idle pages again
+        return 0 if self._pretouched else self._free_pages(self._touched_bytes, range(0))
 
     # -- pages ------------------------------------------------------------------------------------
 
