@@ -1,5 +1,6 @@
 """What a session says of budgets: what one would cost, whether it is kept, the least that would do."""
 
+import gc
 import json
 
 import pytest
@@ -10,6 +11,12 @@ from penstock.core.errors import BudgetError
 from penstock.core.units import MIB
 from penstock.report.run_file import read_run
 from penstock.store.account import host_account
+
+
+@pytest.fixture(autouse=True)
+def _without_what_others_dropped():
+    """Collect what earlier tests dropped without a close: the account is the whole process's."""
+    gc.collect()
 
 
 def network(layers=8):

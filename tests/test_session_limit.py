@@ -1,5 +1,6 @@
 """One number for all host memory of a session: ``memory=`` as a size, a share, or found."""
 
+import gc
 import json
 import os
 import subprocess
@@ -30,6 +31,13 @@ from penstock.runtime.movers import page_slack_bytes
 from penstock.runtime.stores import Stores
 from penstock.store.account import host_account
 from penstock.store.arena import Arena
+
+
+@pytest.fixture(autouse=True)
+def _without_what_others_dropped():
+    """Collect what earlier tests dropped without a close: the account is the whole process's."""
+    gc.collect()
+
 
 ROWS = 1024
 SAVED_MIB = 17
