@@ -40,12 +40,14 @@ from penstock.runtime.planner import Planner, PlannerSettings
 from penstock.runtime.stores import Stores, check_device_codec
 from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
+from penstock.weights.model import open_weights, weights_note
 
 if TYPE_CHECKING:
     from penstock.observe.rss import RssSampler
     from penstock.observe.summary import RunFacts, Summary
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
+    from penstock.weights.streamer import WeightStreamer
 
 _open: list[Session] = []
 """The open session of this process, if there is one. This reference keeps it alive until it is closed."""
@@ -82,10 +84,13 @@ class Session:
             event_bytes: Memory for the latest events; by default the knob ``PENSTOCK_EVENT_MEMORY``.
 
         Raises:
-            ConfigError: The model or the optimizer is of a wrong type.
+            ConfigError: The model or the optimizer is of a wrong type, or there is no model whose weights
+                could rest on flash.
         """
         _check_kind("model", model, torch.nn.Module)
         _check_kind("optimizer", optimizer, torch.optim.Optimizer)
+        if config.weights == "flash" and model is None:
+            raise ConfigError("offload: weights='flash' needs the model: penstock.offload(model, ...)")
         self.config = config
         self._model = model
         self._optimizer = optimizer
@@ -103,6 +108,7 @@ class Session:
         self._stores: Stores | None = None
         self._memory: MemoryLimit | None = None
         self._accounts: list[Account] = []
+        self._weights: WeightStreamer | None = None
         self._loaders = Loaders()
         self._interrupts = LostInterrupts()
         self._rss: RssSampler | None = None
@@ -195,6 +201,8 @@ class Session:
             self._detach()
             for executor in self.devices.all.values():
                 executor.close()
+            if self._weights is not None:
+                self._weights.close()
             if self.recorder.log is not None:
                 self.recorder.log.conclude(self.summary().to_json())
         finally:
@@ -262,6 +270,30 @@ class Session:
             open_codecs=self._open_codecs,
         )
         self.devices.plan_by(self.planner)
+        self._open_weights()
+
+    def _open_weights(self) -> None:
+        """Let the model's weights rest on flash, if they are to."""
+        if self.config.weights == "keep" or self._model is None:
+            return
+        account = Account(self._weights_bytes, name="weights", parent=host_account(), owner="weights")
+        self._accounts.append(account)
+        self._weights = open_weights(
+            self._model,
+            self.config.directories,
+            floor_bytes=self.config.floor_bytes,
+            account=account,
+            clock_ns=self.recorder.clock.now_ns,
+        )
+
+    @property
+    def _weights_bytes(self) -> int:
+        """Most bytes of weights in memory, if they rest on flash."""
+        if self.config.weights == "keep":
+            return 0
+        if self.config.weights_memory is not None:
+            return int(self.config.weights_memory)
+        return host_account().limit_bytes // 2
 
     def _account(self, device: torch.device) -> Account:
         """Return an empty account of a device's memory, named ``device`` for the session's own."""
@@ -281,7 +313,8 @@ class Session:
         assert self._memory is not None
         if device.type != "cpu":
             return None
-        return self._memory.share(budget, budget.limit_bytes, reserved_bytes=self.config.host_bytes)
+        reserved_bytes = self.config.host_bytes + self._weights_bytes
+        return self._memory.share(budget, budget.limit_bytes, reserved_bytes=reserved_bytes)
 
     def _allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Limit a device's budget to its free memory, unless the user has set the budget."""
@@ -363,6 +396,8 @@ class Session:
             given_plan=self._given,
             on_step=self.step,
         )
+        if self._weights is not None:
+            self._attachment.stream(self._weights)
         self._attachment.attach(self._model, self._optimizer)
         self._interrupts.open()
         _open.append(self)
@@ -429,6 +464,8 @@ class Session:
         self._attachment.protected.refresh()
         assert self._memory is not None
         self._memory.end_step()
+        if self._weights is not None:
+            self._weights.end_step()
         if self.devices.end_step():
             self._attachment.follow()
         self.recorder.end_step()
@@ -588,6 +625,8 @@ class Session:
         """Return sentences on the budgets that were found, and advice on others."""
         assert self._memory is not None
         found = list(self._memory.notes)
+        if self._weights is not None:
+            found.append(weights_note(self._weights))
         allowances = (each.allowance for each in self.devices.all.values())
         found += [str(each) for each in allowances if isinstance(each, FoundAllowance)]
         if (

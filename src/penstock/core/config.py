@@ -16,7 +16,7 @@ from penstock.core.units import format_bytes, parse_bytes
 
 UNLIMITED: int = 1 << 62
 """Bytes of a memory without a budget."""
-_SIZES: Final = ("device_memory", "host_memory", "flash_capacity", "floor", "event_log_size", "tbw")
+_SIZES: Final = ("device_memory", "host_memory", "flash_capacity", "weights_memory", "floor", "event_log_size", "tbw")
 _CODEC: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\+[a-z0-9]+(-[a-z0-9]+)*)*")
 """Syntax of the name of a codec or of a chain; its existence is checked elsewhere."""
 
@@ -63,6 +63,13 @@ class OffloadConfig:
     codec or of a chain, as ``"zero-value+bfloat16"``: used wherever it accepts the element type, even if
     it does not pay or is lossy."""
 
+    weights: str = "keep"
+    """``"keep"``: weights stay in memory; ``"flash"``: those of at least ``floor`` bytes rest in files in
+    the first directories of ``flash`` and are in memory while something works with them."""
+
+    weights_memory: int | str | None = None
+    """Limit of the weights in memory, within ``memory``, if they rest on flash; ``None``: half of it."""
+
     floor: int | str | None = None
     """Size below which storages are never offloaded; ``None``: the knob ``PENSTOCK_FLOOR``, 1 MiB."""
 
@@ -108,6 +115,7 @@ class OffloadConfig:
             raise ConfigError("flash_capacity is set, but no flash directory is named")
         self._check_codec()
         self._check_limits()
+        self._check_weights()
         if self.policy == "all" and not self.has_tier:
             raise ConfigError("policy 'all' needs a tier to offload to: name a flash directory")
 
@@ -127,6 +135,21 @@ class OffloadConfig:
             raise ConfigError(
                 f"host_memory is {format_bytes(self.host_bytes)}, more than memory, which is"
                 f" {format_bytes(request.nbytes)} and includes it: lower the former or raise the latter"
+            )
+
+    def _check_weights(self) -> None:
+        if self.weights not in ("keep", "flash"):
+            raise ConfigError(f"weights is {self.weights!r}; it is 'keep' or 'flash'")
+        if self.weights == "keep":
+            if self.weights_memory is not None:
+                raise ConfigError("weights_memory is set, but weights is 'keep': set weights='flash'")
+            return
+        if not self.directories:
+            raise ConfigError("weights='flash' needs a directory on flash: flash=DIR, or --flash DIR")
+        if self.weights_memory is None and self.memory is None:
+            raise ConfigError(
+                "weights='flash' needs a limit of the weights in memory: weights_memory, or memory, of"
+                " which they get half"
             )
 
     def _check_codec(self) -> None:

@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -15,7 +15,8 @@ from penstock.hooks import proofs
 from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.exclusions import ProtectedStorages
 from penstock.hooks.functorch_compat import FunctorchGuard
-from penstock.hooks.modules import ModuleTracker
+from penstock.hooks.holder import WeightReferences
+from penstock.hooks.modules import ModuleTracker, WeightUser
 from penstock.hooks.observer import PassObserver
 from penstock.hooks.recipe_calls import RecipeCalls
 from penstock.hooks.recompute import Recompute, not_recomputable
@@ -24,6 +25,10 @@ from penstock.observe.recorder import Recorder
 from penstock.plan.plan import Plan
 from penstock.runtime import user_plan
 from penstock.runtime.devices import Devices
+
+class StreamedWeights(WeightUser, WeightReferences, Protocol):
+    """Weights that do not stay in memory."""
+
 
 MOST_WARNINGS: Final = 16
 """Maximum number of threads to warn about: a program may start another one in each step."""
@@ -111,6 +116,10 @@ class Attachment:
         )
 
     # -- attach and detach --------------------------------------------------------------------
+
+    def stream(self, weights: StreamedWeights) -> None:
+        """Bring weights from where they rest when modules and backward need them. Before ``attach``."""
+        self.modules.weights = self.hooks.weights = weights
 
     def attach(
         self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None

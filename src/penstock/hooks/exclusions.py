@@ -100,7 +100,8 @@ class ProtectedStorages:
                 self._protect([tensor._local_tensor])  # type: ignore[attr-defined]
                 continue
             try:
-                storage = tensor.untyped_storage()
+                with torch._C.DisableTorchFunctionSubclass():  # a resting weight is not used here
+                    storage = tensor.untyped_storage()
             except (RuntimeError, ValueError):
                 continue  # a subclass without a storage of its own, or a lazy module that has not run
             self.storages[storage._cdata] = TensorRef(storage)

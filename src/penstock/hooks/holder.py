@@ -12,6 +12,23 @@ import torch
 from penstock.runtime.storage import SavedStorage, View
 
 
+class Reference(Protocol):
+    """Handle of a saved tensor that holds no memory, because its bytes are elsewhere anyway."""
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor as it was saved. Raises ``InPlaceError`` if it has changed."""
+
+
+class WeightReferences(Protocol):
+    """Makes references to weights that do not stay in memory."""
+
+    def reference(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Reference | None:
+        """Return a reference for a saved tensor; ``None`` if its storage is that of no such weight."""
+
+    def cast_reference(self, tensor: torch.Tensor, leaf: torch.Tensor) -> Reference | None:
+        """Return the same for a cast of a leaf; ``None`` if that is no such weight."""
+
+
 class StorageHolder(Protocol):
     """Holds saved storages between the pack and the unpack of their handles. Thread-safe.
 

@@ -31,6 +31,16 @@ _EXTRA_CALL: Final = r"Using `torch\.compile\(module\)` when there are global ho
 """Beginning of torch's warning that global hooks also run for compiled modules, which is intended."""
 
 
+class WeightUser(Protocol):
+    """Brings the weights of modules that are called, from wherever they rest."""
+
+    def enter(self, module: torch.nn.Module, args: Any) -> None:
+        """Bring the weights of a module that is called now."""
+
+    def leave(self, module: torch.nn.Module) -> None:
+        """Let them go again."""
+
+
 class SavingPlace(NamedTuple):
     """The module in which a tensor is saved."""
 
@@ -84,6 +94,7 @@ class ModuleTracker:
     Attributes:
         running: Modules of the calling thread, for hot paths.
         observer: Notified of every tracked call: of an observed pass, or while a plan has recipes.
+        weights: Notified of every call, recomputing ones too; ``None`` if all weights stay in memory.
     """
 
     def __init__(
@@ -119,6 +130,7 @@ class ModuleTracker:
         self._handles: list[RemovableHandle] = []
         self._filter: Any = None
         self.observer: CallObserver | None = None
+        self.weights: WeightUser | None = None
 
     def attach(self) -> None:
         """Begin to track; the calling thread counts as one that has saved-tensor hooks."""
@@ -209,6 +221,8 @@ class ModuleTracker:
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # inside, the compiled region is the place
             return
+        if self.weights is not None:
+            self.weights.enter(module, args)
         stack = self.running
         if stack.recomputing:
             return
@@ -228,6 +242,8 @@ class ModuleTracker:
         """Handle the end of a call; ``rest`` is (kwargs, output), or (output,) after an exception."""
         if torch.compiler.is_compiling():
             return
+        if self.weights is not None:
+            self.weights.leave(module)
         stack = self.running
         if not stack.places or stack.recomputing:
             return

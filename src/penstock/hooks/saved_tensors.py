@@ -23,7 +23,7 @@ from penstock.hooks.handles import (
     SmallHandle,
     guard_of,
 )
-from penstock.hooks.holder import StorageHolder
+from penstock.hooks.holder import Reference, StorageHolder, WeightReferences
 from penstock.hooks.modules import ModuleTracker, SavingPlace
 from penstock.hooks.observer import PassObserver
 from penstock.observe.recorder import Recorder
@@ -61,9 +61,11 @@ class SavedTensorHooks:
         observer: Notified of saves and unpacks in an observed pass.
         active: Saved tensors are handled at all.
         plain_types: Types of tensors whose values are what their storage holds.
+        weights: Makes references to weights that do not stay in memory, if there are any.
     """
 
     plain_types: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
+    weights: WeightReferences | None = None
 
     def __init__(
         self,
@@ -98,10 +100,12 @@ class SavedTensorHooks:
         self.observer: PassObserver | None = None
         self.active = True
 
-    def pack(self, tensor: torch.Tensor) -> Packed:
+    def pack(self, tensor: torch.Tensor) -> Packed | Reference:
         """Return the handle for autograd in place of ``tensor``; wait while the budget is full."""
         if not self.active:
             return ForeignHandle(tensor)
+        if self.weights is not None and (reference := self._reference(tensor, self.weights)):
+            return reference
         if self._completion.waiting:
             self._completion.check()
         if self._boundaries.tasks:
@@ -115,6 +119,16 @@ class SavedTensorHooks:
             if saved is not None and saved.recorded:
                 self.observer.packed(saved.record, tensor)
         return packed
+
+    def _reference(self, tensor: torch.Tensor, weights: WeightReferences) -> Reference | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = strided_storage(tensor) if isinstance(tensor, self.plain_types) else None
+            if storage is None:
+                return None
+            reference = weights.reference(tensor, storage)
+            if reference is None and (leaf := leaf_of(tensor)) is not None:
+                reference = weights.cast_reference(tensor, leaf)
+            return reference
 
     def prove(self, kind: str, output: Any, watched: list[Any]) -> None:
         """Prove what backward needs of the tensors that a watched module saved; see :mod:`.proofs`."""
@@ -169,7 +183,7 @@ class SavedTensorHooks:
         )
         return moved
 
-    def unpack(self, packed: Packed) -> torch.Tensor:
+    def unpack(self, packed: Packed | Reference) -> torch.Tensor:
         """Return the tensor of a handle."""
         if self._inquiry.open:
             return self._inquiry.note(packed)

@@ -1,4 +1,4 @@
-"""Private anonymous memory in 2 MiB pages, through the C library.
+"""Memory that is mapped through the C library: private and anonymous in 2 MiB pages, or that of files.
 
 Python's own ``mmap`` does not suffice: the mapping is not inherited by ``fork``, and a forked child that
 garbage-collects its copy of the object would unmap whatever was mapped at that address since. Here only
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from penstock.core.errors import TransferError
 from penstock.core.process import ForkGuard, fork_guard
 from penstock.core.units import MIB, round_up
+from penstock.io.engine import File
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
 PAGE_BYTES: Final = mmap.PAGESIZE
@@ -27,6 +29,7 @@ MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 
 _MADV_NOHUGEPAGE: Final = 15
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP: Final = 1 | 2 | 4  # Linux 5.7
+_MAP_FIXED: Final = 0x10
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -119,6 +122,42 @@ class Mapping:
 def memory_at(address: int, nbytes: int) -> NDArray[np.uint8]:
     """Return live memory as an array, which does not keep it alive."""
     return np.frombuffer(memoryview((ctypes.c_ubyte * nbytes).from_address(address)), np.uint8)
+
+
+def map_files(parts: Sequence[tuple[File, int, int]]) -> NDArray[np.uint8]:
+    """Map ranges of files, one behind the other, as one array; writes to it reach the files.
+
+    It is unmapped when the array dies, which ``torch.from_numpy`` keeps alive. The files may be closed
+    before that. Reads go through the page cache, and agree with direct transfers that are over.
+
+    Args:
+        parts: File, offset and length of each range; offsets, and lengths of all but the last, are
+            multiples of the system's page. The file must be as long, and its space be reserved: a page
+            that has no room when it is written kills the process.
+
+    Raises:
+        TransferError: The system refuses (op ``"map"``).
+    """
+    nbytes = sum(length for _, _, length in parts)
+    reserved = round_up(nbytes, PAGE_BYTES)
+    address = start = _map(reserved)  # at once, so that the parts lie next to each other
+    for file, offset, length in parts:
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        if _libc.mmap(address, length, protection, flags, file.fd, offset) in (None, _MAP_FAILED):
+            error = ctypes.get_errno()
+            _libc.munmap(start, reserved)
+            raise TransferError(
+                errno=error, op="map", path=file.path, offset_bytes=offset, nbytes=length
+            )
+        address += round_up(length, PAGE_BYTES)
+    array = memory_at(start, nbytes)
+    weakref.finalize(array, _unmap, start, reserved, fork_guard()).atexit = False
+    return array
+
+
+def advise_random(array: NDArray[np.uint8]) -> None:
+    """Say that only single rows of a mapped file are read: the kernel then reads no more than those."""
+    _libc.madvise(array.ctypes.data, array.nbytes, mmap.MADV_RANDOM)
 
 
 def _map(nbytes: int) -> int:

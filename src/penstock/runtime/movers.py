@@ -59,6 +59,18 @@ def page_slack_bytes(device_bytes: int) -> int:
     return min(most, device_bytes // PAGE_SLACK_SHARE)
 
 
+def memory_for(budget: Account, owner: str) -> Pool:
+    """Return a pool for host memory that comes back from tiers, in an arena or in the heap.
+
+    An arena is charged to ``budget`` page by page, as it is first touched. Its address space is twice the
+    budget, so that fragmentation costs addresses and not memory.
+    """
+    if heap_is_better():
+        return Heap(account=budget, owner=owner)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Arena(min(2 * budget.limit_bytes, physical), account=budget, owner=owner)
+
+
 class StreamOrder:
     """Order of uses of memory on a device; by default one that does not run behind, so nothing to do."""
 
@@ -197,18 +209,10 @@ class CpuMover(Mover):
     """
 
     def __init__(self, *, budget: Account) -> None:
-        """Take nothing yet; an arena is charged to ``budget`` page by page, as it is first touched.
-
-        Its address space is twice the budget, so that fragmentation costs addresses and not memory.
-        """
+        """Take nothing yet; see ``memory_for``."""
         self.device = torch.device("cpu")
         self._budget = budget
-        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.memory: Pool = (
-            Heap(account=budget, owner=RESTORED)
-            if heap_is_better()
-            else Arena(min(2 * budget.limit_bytes, physical), account=budget, owner=RESTORED)
-        )
+        self.memory = memory_for(budget, RESTORED)
 
     def write(
         self,

@@ -1,0 +1,41 @@
+"""Seam between optimizers and weights that rest elsewhere than in memory.
+
+A weight with a *home* has its bytes in a file and is in memory only while something works with it
+(:mod:`penstock.weights`). An optimizer that updates it says so by ``hold`` and ``let_go``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class HomedWeight(Protocol):
+    """A parameter that has a home. Thread-safe."""
+
+    def hold(self) -> None:
+        """Bring it to memory, where it may be changed and stays until ``let_go``; may wait for a read.
+
+        Raises:
+            TransferError: It cannot be read.
+            ChecksumError: It is not what was written.
+        """
+
+    def let_go(self, *, changed: bool) -> None:
+        """End a ``hold``; it is written home, now or later, if its values have ``changed``."""
+
+
+_homes: Final[Any] = WeakIdKeyDictionary()
+
+
+def home_of(tensor: Tensor) -> HomedWeight | None:
+    """Return the home of a parameter; ``None`` if its only place is memory."""
+    found: HomedWeight | None = _homes.get(tensor)
+    return found
+
+
+def settle(tensor: Tensor, home: HomedWeight) -> None:
+    """Note the home of a parameter for as long as that is alive."""
+    _homes[tensor] = home

@@ -1,0 +1,286 @@
+"""Homes of weights: places in files, mapped to memory, where each weight always can be read.
+
+[Note: homes]
+    A weight's home is one place of a :class:`penstock.store.blob.ReservedTier`: it is read and written
+    with direct transfers and checked as every tier's bytes are. The same range of the file is mapped, so
+    that the parameter has an address at rest. Who writes through the mapping (an initialiser, an optimizer
+    that knows nothing of homes) changes bytes that the tier has a checksum of: the home forgets it, and
+    finds another one when it is next written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Parameter
+
+from penstock.core.errors import ConfigError
+from penstock.core.units import format_bytes, round_up
+from penstock.homed import settle
+from penstock.io.engine import Priority, Transfer
+from penstock.io.mapping import advise_random, map_files, memory_at
+from penstock.observe.clients import ClientRecorder
+from penstock.store.arena import Arena
+from penstock.store.base import Ticket
+from penstock.store.blob import UNIT_BYTES, ReservedPlace, ReservedTier, StrPath
+from penstock.store.engine import shared_engine
+from penstock.store.pool import Block
+from penstock.store.window import TransferWindow
+from penstock.weights.resting import RestingParameter
+
+WEIGHTS = "weights"
+"""Name of the tier in errors and traces, and of the owner of memory in the account."""
+SLAB_BYTES = 1 << 30
+"""Length of the files that homes are cut from while a model is built, whose size is not known."""
+_REMEDY = ", and load the weights again"
+
+
+class Keeper(Protocol):
+    """Whoever brings a weight to memory: the streamer of a session."""
+
+    def hold(self, home: Home) -> None:
+        """See :class:`penstock.homed.HomedWeight`."""
+
+    def let_go(self, home: Home, *, changed: bool) -> None:
+        """See :class:`penstock.homed.HomedWeight`."""
+
+    def touched(self, home: Home) -> None:
+        """Wait for transfers of a weight that somebody works with, other than in a module."""
+
+    def may_differ(self, home: Home) -> None:
+        """Note that somebody may have changed a weight."""
+
+
+class Home:
+    """Home of one parameter. Its keeper guards all that changes.
+
+    Attributes:
+        name: Name of the parameter in messages.
+        nbytes: Length of its values.
+        ticket: Claim on what the place holds; its checksum is None if it is not known.
+        resting: Mapping of the place, with the shape and the strides of the parameter.
+        keeper: Brings the weight to memory; None while no session does.
+        touches: Operations on the weight at rest, other than by modules.
+    """
+
+    __slots__ = (
+        *(
+            "__weakref__",
+            "_mapping",
+            "_param",
+            "keeper",
+            "name",
+            "nbytes",
+            "place",
+            "resting",
+            "ticket",
+        ),
+        *("tier", "touches"),
+    )
+
+    def __init__(
+        self, name: str, parameter: Parameter, tier: ReservedTier, place: ReservedPlace
+    ) -> None:
+        """Map a place for a parameter, whose values are not moved yet; see ``adopt``."""
+        self.name = name
+        self.nbytes = parameter.nbytes
+        self.tier = tier
+        self.place = place
+        self.ticket: Ticket = tier.adopt(
+            place, round_up(self.nbytes, UNIT_BYTES), label=name, checksum=None
+        )
+        self.keeper: Keeper | None = None
+        self.touches = 0
+        self._mapping = map_files(tuple(place.ranges(round_up(self.nbytes, UNIT_BYTES))))
+        self.resting = view_like(torch.from_numpy(self._mapping).untyped_storage(), parameter)
+        self._param = weakref.ref(parameter)
+        settle(parameter, self)
+
+    def __repr__(self) -> str:
+        return f"Home({self.name}: {self.nbytes} bytes at {self.place})"
+
+    @property
+    def parameter(self) -> Parameter | None:
+        """The parameter; None if the program has dropped it."""
+        return self._param()
+
+    def rest(self) -> None:
+        """Let the parameter's memory be its home."""
+        parameter = self._param()
+        if parameter is not None:
+            show(parameter, self.resting, RestingParameter)
+
+    def written_from(self, address: int, keep_alive: object) -> Transfer:
+        """Begin to write the weight home from memory that nobody changes meanwhile.
+
+        Args:
+            address: Address of the values, a multiple of 4 KiB, with as many readable bytes.
+            keep_alive: Owner of the memory.
+        """
+        before = self.ticket
+        self.ticket = self.tier.write(
+            address,
+            self.nbytes,
+            keep_alive=keep_alive,
+            label=self.name,
+            priority=Priority.PREFETCH,  # both ways, so that neither starves
+            at=self.place,
+            is_private=True,
+        )
+        self.tier.discard(before)
+        return self.ticket.written
+
+    def random(self) -> None:
+        """Expect reads of single rows at rest."""
+        advise_random(self._mapping)
+
+    # -- for optimizers (penstock.homed) ----------------------------------------------------------
+
+    def hold(self) -> None:
+        """See :class:`penstock.homed.HomedWeight`."""
+        if self.keeper is not None:
+            self.keeper.hold(self)
+
+    def let_go(self, *, changed: bool) -> None:
+        """See :class:`penstock.homed.HomedWeight`."""
+        if self.keeper is not None:
+            self.keeper.let_go(self, changed=changed)
+        elif changed:
+            self.ticket.checksum = None
+
+    # -- for the resting parameter ----------------------------------------------------------------
+
+    def touched(self) -> None:
+        """See :class:`.resting.RestingHome`."""
+        self.touches += 1
+        if self.keeper is not None:
+            self.keeper.touched(self)
+
+    def may_differ(self) -> None:
+        """See :class:`.resting.RestingHome`."""
+        if self.keeper is not None:
+            self.keeper.may_differ(self)
+        else:
+            self.ticket.checksum = None
+
+    def replaced(self, data: Tensor) -> None:
+        """See :class:`.resting.RestingHome`."""
+        old = self.resting
+        if data.shape != old.shape or data.dtype != old.dtype or data.device != old.device:
+            raise ConfigError(
+                f"weight {self.name} has its home in a file, as {old.dtype} {tuple(old.shape)} on"
+                f" {old.device}, and cannot become {data.dtype} {tuple(data.shape)} on {data.device}:"
+                " convert the model before its weights go to flash"
+            )
+        parameter = self._param()
+        assert parameter is not None
+        self.touched()
+        with torch.no_grad():
+            parameter.data.copy_(data)
+        self.may_differ()
+
+
+class WeightFiles:
+    """Files in which homes lie, in one directory or several, without names. Not thread-safe."""
+
+    def __init__(
+        self, directories: StrPath | Sequence[StrPath], *, allow_memory_filesystem: bool = False
+    ) -> None:
+        """Check the directories; make no file yet.
+
+        Raises:
+            ConfigError: A directory is missing, named twice, not writable, or in memory.
+        """
+        paths = [directories] if isinstance(directories, str) else directories
+        first = paths[0] if isinstance(paths, Sequence) else paths
+        self.tier = ReservedTier(
+            directories,
+            engine=shared_engine(),
+            recorder=ClientRecorder(str(first)),
+            name=WEIGHTS,
+            remedy=_REMEDY,
+            allow_memory_filesystem=allow_memory_filesystem,
+        )
+
+    def move_in(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Home]:
+        """Move weights from memory to new homes, where they rest; the memory is freed one by one.
+
+        Args:
+            parameters: Name and parameter of each; dense, on the CPU, with a storage of its own.
+
+        Raises:
+            NoSpaceError: The directories have no room for all of them; nothing was moved.
+            TransferError: One could not be written; it and those after it are still in memory.
+        """
+        lengths = [each.nbytes for _, each in parameters]
+        places = self.tier.reserve(lengths, file_name=None, advice=_advice)
+        most = round_up(max(lengths, default=1), UNIT_BYTES)
+        arena = Arena(2 * most, owner=WEIGHTS)
+        window: TransferWindow[tuple[Home, Block]] = TransferWindow(
+            complete=lambda item: item[0].rest(),
+            release=lambda item: item[1].free(),
+            limit_bytes=most,
+        )
+        homes = []
+        try:
+            with window:
+                for (name, parameter), place in zip(parameters, places, strict=True):
+                    nbytes = round_up(parameter.nbytes, UNIT_BYTES)
+                    window.make_room(nbytes)
+                    block = arena.allocate(nbytes, force=True)
+                    assert block is not None, "the window leaves half of the arena"
+                    home = Home(name, parameter, self.tier, place)
+                    source = flat_bytes(parameter)
+                    memory_at(block.address, parameter.nbytes)[:] = source
+                    home.written_from(block.address, block)
+                    window.add((home, block), home.ticket.written, nbytes)
+                    homes.append(home)
+        finally:
+            arena.close()
+        return homes
+
+
+def _advice(needed: int, free: int) -> str:
+    return (
+        f"the homes of weights take {format_bytes(needed)}, and {format_bytes(free)} are free: free some"
+        " space, or name another directory"
+    )
+
+
+def view_like(storage: torch.UntypedStorage, parameter: Tensor) -> Tensor:
+    """Return the beginning of a storage with the shape, strides and dtype of a parameter."""
+    with torch.inference_mode(False), torch._C.DisableTorchFunction():
+        view = torch.empty(0, dtype=parameter.dtype, device=storage.device)
+        return view.set_(storage, 0, parameter.size(), parameter.stride())
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor fill a range of memory, in whichever order."""
+    line = sorted(zip(tensor.stride(), tensor.size(), strict=True))
+    expected = 1
+    for stride, size in line:
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return tensor.layout == torch.strided and tensor.numel() > 0
+
+
+def flat_bytes(parameter: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a dense parameter in the order of memory; they share it."""
+    with torch.inference_mode(False), torch._C.DisableTorchFunction():
+        line = parameter.detach().as_strided((parameter.numel(),), (1,))
+        flat: NDArray[np.uint8] = line.view(torch.uint8).numpy()
+    return flat
+
+
+def show(parameter: Parameter, data: Tensor, kind: type[Parameter]) -> None:
+    """Exchange the memory of a parameter, and its class, but not its version."""
+    with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        parameter.data = data
+    parameter.__class__ = kind

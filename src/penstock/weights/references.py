@@ -1,0 +1,76 @@
+"""Reference to a weight, which autograd holds in place of a saved one, and which brings it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import InPlaceError
+from penstock.weights.homes import Home, view_like
+
+
+class WeightBringer(Protocol):
+    """Brings weights to memory."""
+
+    def bring(self, home: Home) -> torch.UntypedStorage:
+        """Return the memory of a weight, which stays as long as anybody refers to it."""
+
+
+class WeightReference:
+    """A saved tensor that is a view of a weight, or a view of a cast of it.
+
+    It holds no memory. Backward gets the weight as it was saved, or ``InPlaceError`` if it has changed,
+    as autograd itself would say.
+    """
+
+    __slots__ = ("bringer", "cast", "home", "offset", "parameter", "size", "stride", "version")
+
+    def __init__(
+        self, tensor: Tensor, home: Home, bringer: WeightBringer, *, is_cast: bool
+    ) -> None:
+        """Refer to a weight.
+
+        Args:
+            tensor: Saved tensor; its storage is the weight's, or that of a cast with its strides.
+            home: The weight's home.
+            bringer: Brings it.
+            is_cast: True if ``tensor`` is of a cast to another dtype, as autocast makes.
+        """
+        parameter = home.parameter
+        assert parameter is not None
+        self.home = home
+        self.parameter = (
+            parameter  # as autograd does: the program may drop its model before backward
+        )
+        self.bringer = bringer
+        self.cast = tensor.dtype if is_cast else None
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.version = parameter._version
+
+    def unpack(self) -> Tensor:
+        """Return the tensor that was saved, from memory that belongs to whoever holds it.
+
+        Raises:
+            InPlaceError: The weight was changed since.
+            TransferError: It cannot be read.
+            ChecksumError: It is not what was written.
+        """
+        parameter = self.parameter
+        if parameter._version != self.version:
+            raise InPlaceError(
+                "one of the variables needed for gradient computation has been modified by an inplace"
+                f" operation: weight {self.home.name}, a {parameter.dtype} tensor of"
+                f" {tuple(parameter.shape)}, is at version {parameter._version}; expected version"
+                f" {self.version} instead. Without Penstock autograd raises here too."
+            )
+        storage = self.bringer.bring(self.home)
+        whole = view_like(storage, self.home.resting)
+        if self.cast is not None:
+            whole = whole.to(self.cast)
+            storage = whole.untyped_storage()
+        view = torch.empty(0, dtype=whole.dtype, device=whole.device)
+        return view.set_(storage, self.offset, self.size, self.stride)

@@ -1,0 +1,559 @@
+"""Brings weights to memory before modules, backward and optimizers need them, and takes them home again.
+
+[Note: which weights are in memory]
+    The streamer has a limit of bytes. Weights stay in memory while they fit. If they do not, reads begin
+    in the order of uses (:mod:`.order`) as long as there is room, or something there that is needed later
+    than what would be read. What was changed is written home first; at once if it cannot stay until its
+    next use, so that it is gone when its memory is needed.
+
+[Note: who uses a weight]
+    A module that owns a weight, from the call of its forward to the return; a weight that another module
+    touches is brought with that module from then on. Backward, as long as anybody refers to the memory
+    that it was given, which is known by the use count of the storage. An optimizer, between ``hold`` and
+    ``let_go``. Everybody else meets the weight at rest (:mod:`.resting`).
+
+    What is in memory and not pinned has the class of a resting weight, so that whoever touches it there
+    is noticed too: it counts as changed then, if its memory may have been given away.
+
+[Note: memory and threads]
+    Memory and class of a parameter are exchanged under the streamer's lock, in the thread that works with
+    it; threads of the engine only set flags. A failed write leaves the weight in memory, over the limit
+    if it must, and is tried again in the next step; a failed read is an error where the weight is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, Module, Parameter
+
+from penstock.core.errors import BudgetError, PenstockWarning
+from penstock.core.locks import condition, defer
+from penstock.core.units import MIB, format_bytes
+from penstock.homed import home_of
+from penstock.io.engine import Priority, Transfer
+from penstock.runtime.movers import memory_for
+from penstock.store.account import Account
+from penstock.store.pool import Block
+from penstock.weights.homes import WEIGHTS, Home, show, view_like
+from penstock.weights.order import UseOrder
+from penstock.weights.references import WeightReference
+from penstock.weights.resting import RestingParameter
+
+AHEAD_BYTES: Final = 256 * MIB
+"""Most bytes of reads in flight at once, but for a longer weight."""
+_NOW: Final = -1
+"""Distance of what is needed at once."""
+ROWS_SHARE: Final = 8
+"""An embedding's rows are read at home, if they are less than this part of it."""
+_use_count: Final = torch._C._storage_Use_Count
+
+
+class _Stay:
+    """One weight's memory; see [Note: which weights are in memory].
+
+    Attributes:
+        storage: Its memory; None if it is not there.
+        own_uses: Use count of the storage if nobody else refers to it.
+        block, coming: Memory that is being filled, and the read.
+        writing: Write home in flight.
+        dirty: True if the memory is newer than the home.
+        version: The parameter's version when the memory was as the home.
+        pins: Users that need the class and the memory to stay.
+    """
+
+    __slots__ = (
+        *("block", "coming", "dirty", "home", "index", "own_uses", "pins", "storage"),
+        *("version", "writing"),
+    )
+
+    def __init__(self, index: int, home: Home) -> None:
+        self.index = index
+        self.home = home
+        self.storage: torch.UntypedStorage | None = None
+        self.own_uses = 0
+        self.block: Block | None = None
+        self.coming: Transfer | None = None
+        self.writing: Transfer | None = None
+        self.dirty = False
+        self.version = 0
+        self.pins = 0
+
+
+class _Calls(threading.local):
+    """Modules that this thread runs, the innermost last, with what each has pinned."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Module, list[_Stay]]] = []
+
+
+class WeightStreamer:
+    """Streams the weights of one model, on the CPU. Thread-safe.
+
+    Attributes:
+        waited_ns: Time that the threads have waited for reads and for room.
+        demands: Reads that began only when the weight was needed.
+        forced: Times that the limit was exceeded.
+    """
+
+    def __init__(self, homes: Iterable[Home], *, account: Account, clock_ns: Any) -> None:
+        """Take charge of resting weights.
+
+        Args:
+            homes: Homes of the weights.
+            account: Account of their memory, whose limit it keeps.
+            clock_ns: Returns the time.
+
+        Raises:
+            BudgetError: The largest weight and another one do not fit.
+        """
+        self._stays = [_Stay(index, home) for index, home in enumerate(homes)]
+        self._by_home = {stay.home: stay for stay in self._stays}
+        self._by_storage: dict[int, _Stay] = {}
+        self._account = account
+        self._memory = memory_for(account, WEIGHTS)
+        self._order = UseOrder(len(self._stays))
+        self._wake = condition()
+        self._calls = _Calls()
+        self._users: dict[Module, list[_Stay]] = {}  # weights that a module touches beside its own
+        self._clock_ns = clock_ns
+        self._total_bytes = sum(stay.home.nbytes for stay in self._stays)
+        self._coming_bytes = 0
+        self._failure: BaseException | None = None
+        self.waited_ns = 0
+        self.demands = 0
+        self.forced = 0
+        self._check_limit()
+        for stay in self._stays:
+            stay.home.keeper = self
+            self._by_storage[stay.home.resting.untyped_storage()._cdata] = stay
+
+    def _check_limit(self) -> None:
+        sizes = sorted((stay.home.nbytes, stay.home.name) for stay in self._stays)
+        least = sum(nbytes for nbytes, _ in sizes[-2:])
+        limit = self._account.limit_bytes
+        if least <= limit:
+            return
+        largest = sizes[-1]
+        raise BudgetError(
+            f"weights in memory are limited to {format_bytes(limit)}, and the largest, {largest[1]}"
+            f" ({format_bytes(largest[0])}), and the one after it need {format_bytes(least)}: give"
+            f" weights_memory={least} at least",
+            slot=largest[1],
+            limit_bytes=limit,
+            least_bytes=least,
+        )
+
+    # -- for the tracker of modules ---------------------------------------------------------------
+
+    def enter(self, module: Module, args: tuple[Any, ...]) -> None:
+        """Bring the weights of a module that is called now."""
+        calls = self._calls.stack
+        if not calls:
+            with self._wake:
+                self._order.begin(None if torch.is_grad_enabled() else id(module))
+        pinned: list[_Stay] = []
+        calls.append((module, pinned))
+        for stay in self._weights_of(module):
+            if isinstance(module, Embedding) and self._reads_rows(module, stay, args):
+                self._pin_at_home(stay)
+            else:
+                self._acquire(stay)
+            pinned.append(stay)
+
+    def leave(self, module: Module) -> None:
+        """Let go of what ``enter`` has brought."""
+        calls = self._calls.stack
+        while calls:
+            entered, pinned = calls.pop()
+            for stay in pinned:
+                self._release(stay)
+            if entered is module:
+                return
+
+    def _weights_of(self, module: Module) -> Iterator[_Stay]:
+        if "_orig_mod" in module._modules:  # compiled: its graph needs all weights at once
+            owned = [each for inner in module.modules() for each in inner._parameters.values()]
+        else:
+            owned = [*module._parameters.values()]
+        seen: set[int] = set()
+        for parameter in owned:
+            stay = None if parameter is None else self._stay_of(parameter)
+            if stay is not None and stay.index not in seen:
+                seen.add(stay.index)
+                yield stay
+        yield from (each for each in self._users.get(module, ()) if each.index not in seen)
+
+    def _stay_of(self, parameter: Parameter) -> _Stay | None:
+        home = home_of(parameter)
+        return None if home is None else self._by_home.get(home)  # type: ignore[call-overload]
+
+    def _reads_rows(self, module: Embedding, stay: _Stay, args: tuple[Any, ...]) -> bool:
+        """Return whether an embedding's forward needs so few rows that they are read at home."""
+        if not args or not isinstance(args[0], Tensor) or module.max_norm is not None:
+            return False
+        row_bytes = stay.home.nbytes // max(module.num_embeddings, 1)
+        return args[0].numel() * row_bytes * ROWS_SHARE < stay.home.nbytes
+
+    def _pin_at_home(self, stay: _Stay) -> None:
+        with self._wake:
+            stay.pins += 1
+            parameter = stay.home.parameter
+            if parameter is None:
+                return
+            if stay.storage is None:
+                stay.home.random()
+            parameter.__class__ = Parameter
+
+    # -- for the hooks of autograd ----------------------------------------------------------------
+
+    def reference(self, tensor: Tensor, storage: torch.UntypedStorage) -> WeightReference | None:
+        """Return what autograd holds in place of a saved tensor; None if that is no weight."""
+        stay = self._by_storage.get(storage._cdata)
+        if stay is None:
+            return None
+        return WeightReference(tensor, stay.home, self, is_cast=False)
+
+    def cast_reference(self, tensor: Tensor, leaf: Tensor) -> WeightReference | None:
+        """Return the same for a cast of a whole parameter, or for a view of one."""
+        if not isinstance(leaf, Parameter):
+            return None
+        stay = self._stay_of(leaf)
+        if (
+            stay is None
+            or tensor.untyped_storage().nbytes() != leaf.numel() * tensor.element_size()
+        ):
+            return None
+        return WeightReference(tensor, stay.home, self, is_cast=True)
+
+    def bring(self, home: Home) -> torch.UntypedStorage:
+        """Return the memory of a weight; it stays as long as anybody refers to it."""
+        stay = self._by_home[home]
+        self._acquire(stay)
+        storage = stay.storage
+        assert storage is not None
+        self._release(stay)
+        return storage
+
+    # -- for optimizers ---------------------------------------------------------------------------
+
+    def hold(self, home: Home) -> None:
+        """Bring a weight to be changed; see :class:`penstock.homed.HomedWeight`."""
+        stay = self._by_home[home]
+        self._acquire(stay)
+        self._wait_for_write(stay)
+
+    def let_go(self, home: Home, *, changed: bool) -> None:
+        """End a ``hold``."""
+        stay = self._by_home[home]
+        with self._wake:
+            stay.dirty |= changed
+        self._release(stay)
+        with self._wake:
+            begin = self._should_leave(stay)
+            if begin:
+                self._write(stay)
+
+    # -- for resting weights ----------------------------------------------------------------------
+
+    def touched(self, home: Home) -> None:
+        """Let no transfer of a weight be in flight, and bring it with the running module from now on."""
+        stay = self._by_home[home]
+        self._wait_for_write(stay)
+        with self._wake:
+            coming = stay.coming
+        if coming is not None:  # what it reads may be changed now
+            self._acquire(stay)
+            self._release(stay)
+        if self._calls.stack:
+            module, _ = self._calls.stack[-1]
+            users = self._users.setdefault(module, [])
+            if stay not in users and not isinstance(module, Embedding):
+                users.append(stay)
+
+    def may_differ(self, home: Home) -> None:
+        """Note that a weight may have been changed where it is."""
+        stay = self._by_home[home]
+        with self._wake:
+            if stay.storage is None:
+                home.ticket.checksum = None
+            else:
+                stay.dirty = True
+
+    # -- for the session --------------------------------------------------------------------------
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all weights that have a home."""
+        return self._total_bytes
+
+    @property
+    def present_bytes(self) -> int:
+        """Bytes of weights that are in memory."""
+        return sum(stay.home.nbytes for stay in self._stays if stay.storage is not None)
+
+    @property
+    def touches(self) -> Mapping[str, int]:
+        """Operations on weights at rest, by name of the weight."""
+        return {stay.home.name: stay.home.touches for stay in self._stays if stay.home.touches}
+
+    def end_step(self) -> None:
+        """End a step of training: the order of its uses is what the next one is expected to have."""
+        while self._calls.stack:  # an interrupt has kept modules from ending
+            self.leave(self._calls.stack[-1][0])
+        with self._wake:
+            self._order.end()
+            failure, self._failure = self._failure, None
+        self._pump()
+        if failure is not None:
+            warnings.warn(
+                f"weights could not be written home, and stay in memory until they can: {failure}",
+                PenstockWarning,
+                stacklevel=4,
+            )
+
+    def close(self) -> None:
+        """Take all weights home, where they rest, and free the memory.
+
+        Raises:
+            TransferError: One could not be written; it and the others stay in memory.
+        """
+        for stay in self._stays:
+            self._finish_read(stay)
+            self._wait_for_write(stay)
+            with self._wake:
+                if stay.storage is not None and self._is_changed(stay):
+                    self._write(stay)
+        for stay in self._stays:
+            if stay.writing is not None:
+                stay.writing.wait()
+        for stay in self._stays:
+            with self._wake:
+                stay.pins = 0
+                if stay.storage is not None:
+                    self._send_home(stay)
+                stay.home.keeper = None
+                stay.home.rest()
+        self._by_storage.clear()
+        self._memory.close()
+
+    # -- bringing ---------------------------------------------------------------------------------
+
+    def _acquire(self, stay: _Stay) -> None:
+        """Bring a weight and pin it."""
+        with self._wake:
+            self._order.note(stay.index)
+            stay.pins += 1
+        try:
+            self._bring(stay)
+        except BaseException:
+            self._release(stay)
+            raise
+        self._pump()
+
+    def _release(self, stay: _Stay) -> None:
+        with self._wake:
+            stay.pins -= 1
+            parameter = stay.home.parameter
+            if not stay.pins and parameter is not None:
+                parameter.__class__ = RestingParameter
+            self._wake.notify_all()
+
+    def _bring(self, stay: _Stay) -> None:
+        while True:
+            with self._wake:
+                if stay.storage is not None:
+                    parameter = stay.home.parameter
+                    if parameter is not None:
+                        parameter.__class__ = Parameter
+                    return
+                if stay.coming is None and not self._begin_read(stay, Priority.DEMAND):
+                    self._make_room(stay)
+                    continue
+            self._finish_read(stay)
+
+    def _finish_read(self, stay: _Stay) -> None:
+        """Wait for the read of a weight, if there is one, and let the weight be in memory."""
+        coming = stay.coming
+        if coming is None:
+            return
+        if not coming.done:
+            coming.promote(Priority.DEMAND)
+            begun = self._clock_ns()
+            with suppress(Exception):  # looked at below
+                coming.wait()
+            self.waited_ns += self._clock_ns() - begun
+        with self._wake:
+            error = self._arrived(stay) if stay.coming is coming else None
+        if error is not None:
+            raise error
+
+    def _begin_read(self, stay: _Stay, priority: Priority, *, force: bool = False) -> bool:
+        """Begin to read a weight if there is memory for it. Under the lock."""
+        home = stay.home
+        nbytes = home.ticket.window.nbytes
+        block = self._memory.allocate(nbytes, force=force, wait=False)
+        if block is None:
+            return False
+        try:
+            coming = home.tier.read(home.ticket, block.address, keep_alive=block, priority=priority)
+        except BaseException:
+            block.free()
+            raise
+        stay.block, stay.coming = block, coming
+        self._coming_bytes += home.nbytes
+        if priority is Priority.DEMAND:
+            self.demands += 1
+        coming.add_done_callback(lambda _: defer(self._notify))
+        return True
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify_all()
+
+    def _arrived(self, stay: _Stay) -> BaseException | None:
+        """Let a weight whose read is over be in memory, or return the error. Under the lock."""
+        block, coming = stay.block, stay.coming
+        assert block is not None
+        assert coming is not None
+        stay.block = stay.coming = None
+        self._coming_bytes -= stay.home.nbytes
+        if coming.error is not None:
+            block.free()
+            return coming.error.with_traceback(None)
+        storage = torch.from_numpy(block.lend(0, block.nbytes)).untyped_storage()
+        stay.storage = storage
+        stay.dirty = False
+        parameter = stay.home.parameter
+        if parameter is not None:
+            kind = Parameter if stay.pins else RestingParameter
+            show(parameter, view_like(storage, stay.home.resting), kind)
+            stay.version = parameter._version
+        stay.own_uses = _use_count(storage._cdata)
+        self._by_storage[storage._cdata] = stay
+        return None
+
+    def _make_room(self, stay: _Stay) -> None:
+        """Free memory for a weight that is needed now, or exceed the limit. Under the lock."""
+        if self._free(stay.home.nbytes, later_than=_NOW) or self._take_unneeded_read(stay):
+            return
+        if any(each.writing is not None or each.coming is not None for each in self._stays):
+            begun = self._clock_ns()
+            self._wake.wait()
+            self.waited_ns += self._clock_ns() - begun
+            return
+        self.forced += 1
+        self._begin_read(stay, Priority.DEMAND, force=True)
+
+    def _take_unneeded_read(self, stay: _Stay) -> bool:
+        """Let a weight whose read is over be in memory, which it can then leave. Under the lock."""
+        for each in self._stays:
+            if each is not stay and each.coming is not None and each.coming.done:
+                self._arrived(each)
+                return True
+        return False
+
+    def _pump(self) -> None:
+        """Begin the reads of what is needed next, as far as there is room."""
+        with self._wake:
+            for distance, index in enumerate(self._order.upcoming()):
+                stay = self._stays[index]
+                if stay.storage is not None or stay.coming is not None:
+                    continue
+                if self._coming_bytes and self._coming_bytes + stay.home.nbytes > AHEAD_BYTES:
+                    return
+                while not self._begin_read(stay, Priority.PREFETCH):
+                    if not self._free(stay.home.nbytes, later_than=distance):
+                        return
+
+    # -- going home -------------------------------------------------------------------------------
+
+    def _free(self, nbytes: int, *, later_than: int) -> bool:
+        """Let the weight that is needed last leave memory, if it is needed later than that.
+
+        If what is needed last was changed, begin to write as much as is to be freed. Under the lock.
+
+        Returns:
+            Whether memory was freed.
+        """
+        leaving = sum(stay.home.nbytes for stay in self._stays if stay.writing is not None)
+        idle = (
+            (self._order.next_use(stay.index), stay)
+            for stay in self._stays
+            if stay.storage is not None and not stay.pins and stay.writing is None
+        )
+        for next_use, stay in sorted(idle, key=lambda each: -each[0]):
+            if next_use <= later_than:
+                return False
+            assert stay.storage is not None
+            if _use_count(stay.storage._cdata) > stay.own_uses:
+                continue
+            if not self._is_changed(stay):
+                self._send_home(stay)
+                return True
+            if leaving < nbytes and self._failure is None:
+                self._write(stay)
+                leaving += stay.home.nbytes
+        return False
+
+    def _is_changed(self, stay: _Stay) -> bool:
+        parameter = stay.home.parameter
+        return stay.dirty or (parameter is not None and parameter._version != stay.version)
+
+    def _send_home(self, stay: _Stay) -> None:
+        """Free the memory of a weight that is as its home. Under the lock."""
+        storage, stay.storage = stay.storage, None
+        assert storage is not None
+        self._by_storage.pop(storage._cdata, None)
+        stay.home.rest()
+
+    def _should_leave(self, stay: _Stay) -> bool:
+        """Return whether a weight cannot stay until its next use. Under the lock."""
+        if stay.pins or stay.storage is None or stay.writing is not None or not stay.dirty:
+            return False
+        limit, needed = self._account.limit_bytes, stay.home.nbytes
+        if self._total_bytes <= limit:
+            return False
+        seen = {stay.index}
+        for index in self._order.upcoming():
+            if index == stay.index:
+                break
+            if index not in seen:
+                seen.add(index)
+                needed += self._stays[index].home.nbytes
+        return needed > limit
+
+    def _write(self, stay: _Stay) -> None:
+        """Begin to write a weight home. Under the lock."""
+        storage, parameter = stay.storage, stay.home.parameter
+        assert storage is not None
+        stay.dirty = False
+        if parameter is not None:
+            stay.version = parameter._version
+        try:
+            stay.writing = stay.home.written_from(storage.data_ptr(), storage)
+        except BaseException:
+            stay.dirty = True
+            raise
+        stay.writing.add_done_callback(lambda transfer: defer(self._written, stay, transfer))
+
+    def _written(self, stay: _Stay, transfer: Transfer) -> None:
+        """A weight is at home, or not; in a thread of the engine's."""
+        with self._wake:
+            stay.writing = None
+            if transfer.error is not None:
+                stay.dirty = True
+                self._failure = transfer.error
+            self._wake.notify_all()
+
+    def _wait_for_write(self, stay: _Stay) -> None:
+        writing = stay.writing
+        if writing is not None:
+            with suppress(Exception):  # the weight is in memory, and counts as changed
+                writing.wait()
