@@ -1,15 +1,27 @@
-"""Seam between optimizers and weights that rest elsewhere than in memory.
+"""Seam between weights that rest elsewhere than in memory and those who work with them.
 
 A weight with a *home* has its bytes in a file and is in memory only while something works with it
-(:mod:`penstock.weights`). An optimizer that updates it says so by ``hold`` and ``let_go``.
+(:mod:`penstock.weights`). An optimizer that updates it says so by ``hold`` and ``let_go``; autograd holds
+a :class:`Reference` to it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Final, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Reference(ABC):
+    """Handle of a saved tensor that holds no memory, because its bytes are elsewhere anyway."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def unpack(self) -> Tensor:
+        """Return the tensor as it was saved. Raises ``InPlaceError`` if it has changed."""
 
 
 class HomedWeight(Protocol):

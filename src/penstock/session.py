@@ -90,7 +90,9 @@ class Session:
         _check_kind("model", model, torch.nn.Module)
         _check_kind("optimizer", optimizer, torch.optim.Optimizer)
         if config.weights == "flash" and model is None:
-            raise ConfigError("offload: weights='flash' needs the model: penstock.offload(model, ...)")
+            raise ConfigError(
+                "offload: weights='flash' needs the model: penstock.offload(model, ...)"
+            )
         self.config = config
         self._model = model
         self._optimizer = optimizer
@@ -276,7 +278,9 @@ class Session:
         """Let the model's weights rest on flash, if they are to."""
         if self.config.weights == "keep" or self._model is None:
             return
-        account = Account(self._weights_bytes, name="weights", parent=host_account(), owner="weights")
+        account = Account(
+            self._weights_bytes, name="weights", parent=host_account(), owner="weights"
+        )
         self._accounts.append(account)
         self._weights = open_weights(
             self._model,

@@ -16,7 +16,15 @@ from penstock.core.units import format_bytes, parse_bytes
 
 UNLIMITED: int = 1 << 62
 """Bytes of a memory without a budget."""
-_SIZES: Final = ("device_memory", "host_memory", "flash_capacity", "weights_memory", "floor", "event_log_size", "tbw")
+_SIZES: Final = (
+    "device_memory",
+    "host_memory",
+    "flash_capacity",
+    "weights_memory",
+    "floor",
+    "event_log_size",
+    "tbw",
+)
 _CODEC: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\+[a-z0-9]+(-[a-z0-9]+)*)*")
 """Syntax of the name of a codec or of a chain; its existence is checked elsewhere."""
 
@@ -142,10 +150,14 @@ class OffloadConfig:
             raise ConfigError(f"weights is {self.weights!r}; it is 'keep' or 'flash'")
         if self.weights == "keep":
             if self.weights_memory is not None:
-                raise ConfigError("weights_memory is set, but weights is 'keep': set weights='flash'")
+                raise ConfigError(
+                    "weights_memory is set, but weights is 'keep': set weights='flash'"
+                )
             return
         if not self.directories:
-            raise ConfigError("weights='flash' needs a directory on flash: flash=DIR, or --flash DIR")
+            raise ConfigError(
+                "weights='flash' needs a directory on flash: flash=DIR, or --flash DIR"
+            )
         if self.weights_memory is None and self.memory is None:
             raise ConfigError(
                 "weights='flash' needs a limit of the weights in memory: weights_memory, or memory, of"

@@ -26,6 +26,7 @@ from penstock.plan.plan import Plan
 from penstock.runtime import user_plan
 from penstock.runtime.devices import Devices
 
+
 class StreamedWeights(WeightUser, WeightReferences, Protocol):
     """Weights that do not stay in memory."""
 

@@ -6,6 +6,7 @@
 * ``MovedHandle``: a view of a storage that the holder has, resident or offloaded.
 * ``CopiedHandle``: a small view of a large storage, copied so that the storage can be freed.
 * ``FlattenedHandle``: a DTensor, whose local tensor has one of the handles above.
+* ``Reference``: a weight that does not stay in memory (:mod:`penstock.weights`).
 
 Hooks switch off autograd's own check that a saved tensor was not modified in place (TRAPS rule 1), so
 every handle repeats it. A stripped ``MovedHandle`` has no tensor whose version it could read, so it keeps
@@ -20,6 +21,7 @@ import torch
 
 from penstock.core.errors import InPlaceError
 from penstock.core.locks import defer
+from penstock.homed import Reference
 from penstock.hooks.holder import StorageHolder
 from penstock.runtime.storage import Residency, SavedStorage, TensorRef
 
@@ -226,7 +228,7 @@ class CopiedHandle:
         return probe.detach() if copy is None else copy.unpack()
 
 
-Packed = KeptHandle | FlattenedHandle | MovedHandle | CopiedHandle
+Packed = KeptHandle | FlattenedHandle | MovedHandle | CopiedHandle | Reference
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

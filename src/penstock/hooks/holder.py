@@ -9,14 +9,8 @@ from typing import Protocol
 
 import torch
 
+from penstock.homed import Reference
 from penstock.runtime.storage import SavedStorage, View
-
-
-class Reference(Protocol):
-    """Handle of a saved tensor that holds no memory, because its bytes are elsewhere anyway."""
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor as it was saved. Raises ``InPlaceError`` if it has changed."""
 
 
 class WeightReferences(Protocol):

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from penstock.homed import Reference
 from penstock.hooks import proofs
 from penstock.hooks.boundaries import Boundaries, task_id
 from penstock.hooks.exclusions import ProtectedStorages, is_dtensor, leaf_of
@@ -23,7 +24,7 @@ from penstock.hooks.handles import (
     SmallHandle,
     guard_of,
 )
-from penstock.hooks.holder import Reference, StorageHolder, WeightReferences
+from penstock.hooks.holder import StorageHolder, WeightReferences
 from penstock.hooks.modules import ModuleTracker, SavingPlace
 from penstock.hooks.observer import PassObserver
 from penstock.observe.recorder import Recorder
@@ -100,7 +101,7 @@ class SavedTensorHooks:
         self.observer: PassObserver | None = None
         self.active = True
 
-    def pack(self, tensor: torch.Tensor) -> Packed | Reference:
+    def pack(self, tensor: torch.Tensor) -> Packed:
         """Return the handle for autograd in place of ``tensor``; wait while the budget is full."""
         if not self.active:
             return ForeignHandle(tensor)
@@ -183,7 +184,7 @@ class SavedTensorHooks:
         )
         return moved
 
-    def unpack(self, packed: Packed | Reference) -> torch.Tensor:
+    def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor of a handle."""
         if self._inquiry.open:
             return self._inquiry.note(packed)
@@ -230,6 +231,7 @@ class SavedTensorHooks:
             or not self._is_here(tensor)
             or self._protected.holds(storage)
             or leaf_of(tensor) is not None
+            or (self.weights is not None and self.weights.reference(tensor, storage) is not None)
             or self._whose(tensor) is not self._holder
         ):
             return 0

@@ -2,8 +2,8 @@
 
 [Note: order of uses]
     Training uses its weights in the same order in each step, up to small changes, so the order of the
-    last step foretells this one's. It is taken as endless: after its end it begins again. What is needed last
-    leaves memory first (Belady, "A study of replacement algorithms", 1966), which is the best that any
+    last step foretells this one's. It is taken as endless: after its end it begins again. What is needed
+    last leaves memory first (Belady, "A study of replacement algorithms", 1966), which is the best that any
     order of eviction can do where the order is known: for forward and backward, one the reverse of the
     other, it keeps what LRU would, and for forward alone, where LRU keeps nothing that helps, it keeps as
     many weights as fit. Passes without gradients, as of evaluation, have orders of their own.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import InPlaceError
+from penstock.homed import Reference
 from penstock.weights.homes import Home, view_like
 
 
@@ -18,7 +19,7 @@ class WeightBringer(Protocol):
         """Return the memory of a weight, which stays as long as anybody refers to it."""
 
 
-class WeightReference:
+class WeightReference(Reference):
     """A saved tensor that is a view of a weight, or a view of a cast of it.
 
     It holds no memory. Backward gets the weight as it was saved, or ``InPlaceError`` if it has changed,
