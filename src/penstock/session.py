@@ -40,7 +40,6 @@ from penstock.runtime.planner import Planner, PlannerSettings
 from penstock.runtime.stores import Stores, check_device_codec
 from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
-from penstock.weights.model import open_weights, weights_note
 
 if TYPE_CHECKING:
     from penstock.observe.rss import RssSampler
@@ -84,8 +83,7 @@ class Session:
             event_bytes: Memory for the latest events; by default the knob ``PENSTOCK_EVENT_MEMORY``.
 
         Raises:
-            ConfigError: The model or the optimizer is of a wrong type, or there is no model whose weights
-                could rest on flash.
+            ConfigError: The model or the optimizer is of a wrong type.
         """
         _check_kind("model", model, torch.nn.Module)
         _check_kind("optimizer", optimizer, torch.optim.Optimizer)
@@ -275,20 +273,21 @@ class Session:
         self._open_weights()
 
     def _open_weights(self) -> None:
-        """Let the model's weights rest on flash, if they are to."""
-        if self.config.weights == "keep" or self._model is None:
+        """Let the weights of models rest on flash from now on, if they are to."""
+        config = self.config
+        if config.weights == "keep":
             return
+        from penstock.weights.homes import WeightFiles  # noqa: PLC0415  (few runs need these)
+        from penstock.weights.model import rest_weights  # noqa: PLC0415
+        from penstock.weights.streamer import WeightStreamer  # noqa: PLC0415
+
         account = Account(
             self._weights_bytes, name="weights", parent=host_account(), owner="weights"
         )
         self._accounts.append(account)
-        self._weights = open_weights(
-            self._model,
-            self.config.directories,
-            floor_bytes=self.config.floor_bytes,
-            account=account,
-            clock_ns=self.recorder.clock.now_ns,
-        )
+        files = WeightFiles(config.directories)
+        rest = partial(rest_weights, files=files, floor_bytes=config.floor_bytes)
+        self._weights = WeightStreamer(rest, account=account, clock_ns=self.recorder.clock.now_ns)
 
     @property
     def _weights_bytes(self) -> int:
@@ -630,7 +629,7 @@ class Session:
         assert self._memory is not None
         found = list(self._memory.notes)
         if self._weights is not None:
-            found.append(weights_note(self._weights))
+            found.append(self._weights.note())
         allowances = (each.allowance for each in self.devices.all.values())
         found += [str(each) for each in allowances if isinstance(each, FoundAllowance)]
         if (

@@ -17,13 +17,8 @@ from penstock.core.units import format_bytes, parse_bytes
 UNLIMITED: int = 1 << 62
 """Bytes of a memory without a budget."""
 _SIZES: Final = (
-    "device_memory",
-    "host_memory",
-    "flash_capacity",
-    "weights_memory",
-    "floor",
-    "event_log_size",
-    "tbw",
+    *("device_memory", "host_memory", "flash_capacity", "weights_memory", "floor"),
+    *("event_log_size", "tbw"),
 )
 _CODEC: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\+[a-z0-9]+(-[a-z0-9]+)*)*")
 """Syntax of the name of a codec or of a chain; its existence is checked elsewhere."""

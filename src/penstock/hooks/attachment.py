@@ -181,6 +181,8 @@ class Attachment:
     def _root_registered(self, root: torch.nn.Module) -> None:
         """Handle a newly registered root module."""
         self.protected.add_module(root)
+        if self.hooks.weights is not None:
+            self.hooks.weights.add(root)
         if self._given is None:
             return
         place = self.modules.place_of(root)

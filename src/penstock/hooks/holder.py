@@ -19,6 +19,9 @@ class WeightReferences(Protocol):
     def reference(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Reference | None:
         """Return a reference for a saved tensor; ``None`` if its storage is that of no such weight."""
 
+    def add(self, model: torch.nn.Module) -> None:
+        """Let the weights of an outermost module rest, before it runs for the first time."""
+
     def cast_reference(self, tensor: torch.Tensor, leaf: torch.Tensor) -> Reference | None:
         """Return the same for a cast of a leaf; ``None`` if that is no such weight."""
 

@@ -221,14 +221,14 @@ class ModuleTracker:
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # inside, the compiled region is the place
             return
+        stack = self.running
+        place = self._places.get(module)
+        if place is None and not stack.recomputing:
+            place = self._name_new(module)
         if self.weights is not None:
             self.weights.enter(module, args)
-        stack = self.running
-        if stack.recomputing:
+        if stack.recomputing or place is None:
             return
-        place = self._places.get(module)
-        if place is None:
-            place = self._name_new(module)
         stack.places.append(place)
         stack.here = place
         stack.outer.append(stack.watched)

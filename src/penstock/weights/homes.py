@@ -4,8 +4,8 @@
     A weight's home is one place of a :class:`penstock.store.blob.ReservedTier`: it is read and written
     with direct transfers and checked as every tier's bytes are. The same range of the file is mapped, so
     that the parameter has an address at rest. Who writes through the mapping (an initialiser, an
-    optimizer that knows nothing of homes) changes bytes that the tier has a checksum of: the home forgets it, and
-    finds another one when it is next written.
+    optimizer that knows nothing of homes) changes bytes that the tier has a checksum of: the home forgets
+    it, and has another one when it is next written.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 [Note: order of uses]
     Training uses its weights in the same order in each step, up to small changes, so the order of the
     last step foretells this one's. It is taken as endless: after its end it begins again. What is needed
-    last leaves memory first (Belady, "A study of replacement algorithms", 1966), which is the best that any
-    order of eviction can do where the order is known: for forward and backward, one the reverse of the
+    last leaves memory first (Belady, "A study of replacement algorithms", 1966), which is the best that
+    can be done where the order is known: for forward and backward, one the reverse of the
     other, it keeps what LRU would, and for forward alone, where LRU keeps nothing that helps, it keeps as
     many weights as fit. Passes without gradients, as of evaluation, have orders of their own.
 """
@@ -51,16 +51,18 @@ class _Pass:
 class UseOrder:
     """Uses of weights, by number. Not thread-safe."""
 
-    def __init__(self, count: int) -> None:
-        """Expect the weights in their order, and backward in the reverse one.
-
-        Args:
-            count: Number of weights.
-        """
-        self._training = _Pass([*range(count), *reversed(range(count))])
+    def __init__(self) -> None:
+        """Know of no weight yet."""
+        self._training = _Pass([])
         self._others: dict[Hashable, _Pass] = {}
-        self._count = count
+        self._count = 0
         self._now = self._training
+
+    def add(self, count: int) -> None:
+        """Expect so many more weights, until a step shows their order: one after the other, and back."""
+        numbers = range(self._count, self._count + count)
+        self._count += count
+        self._training.expect([*self._training.expected, *numbers, *reversed(numbers)])
 
     def begin(self, kind: Hashable) -> None:
         """Begin a pass of a kind: ``None`` for training, which continues until ``end``."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, Module, Parameter
 
-from penstock.core.errors import BudgetError, PenstockWarning
+from penstock.core.errors import BudgetError, ConfigError, PenstockWarning
 from penstock.core.locks import condition, defer
 from penstock.core.units import MIB, format_bytes
 from penstock.homed import home_of
@@ -94,7 +94,7 @@ class _Calls(threading.local):
 
 
 class WeightStreamer:
-    """Streams the weights of one model, on the CPU. Thread-safe.
+    """Streams the weights of models, on the CPU. Thread-safe, but for ``add`` and ``close``.
 
     Attributes:
         waited_ns: Time that the threads have waited for reads and for room.
@@ -102,40 +102,64 @@ class WeightStreamer:
         forced: Times that the limit was exceeded.
     """
 
-    def __init__(self, homes: Iterable[Home], *, account: Account, clock_ns: Any) -> None:
-        """Take charge of resting weights.
+    def __init__(
+        self,
+        rest: Callable[[Module], Sequence[Home]],
+        *,
+        account: Account,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """Take charge of nothing yet; see ``add``.
 
         Args:
-            homes: Homes of the weights.
-            account: Account of their memory, whose limit it keeps.
+            rest: Returns the homes of a model's weights, which rest there from then on.
+            account: Account of the weights in memory, whose limit the streamer keeps.
             clock_ns: Returns the time.
-
-        Raises:
-            BudgetError: The largest weight and another one do not fit.
         """
-        self._stays = [_Stay(index, home) for index, home in enumerate(homes)]
-        self._by_home = {stay.home: stay for stay in self._stays}
+        self._rest = rest
+        self._stays: list[_Stay] = []
+        self._by_home: dict[Home, _Stay] = {}
         self._by_storage: dict[int, _Stay] = {}
         self._account = account
         self._memory = memory_for(account, WEIGHTS)
-        self._order = UseOrder(len(self._stays))
+        self._order = UseOrder()
         self._wake = condition()
         self._calls = _Calls()
         self._users: dict[Module, list[_Stay]] = {}  # weights that a module touches beside its own
         self._clock_ns = clock_ns
-        self._total_bytes = sum(stay.home.nbytes for stay in self._stays)
+        self._total_bytes = 0
         self._coming_bytes = 0
         self._failure: BaseException | None = None
         self.waited_ns = 0
         self.demands = 0
         self.forced = 0
-        self._check_limit()
-        for stay in self._stays:
-            stay.home.keeper = self
-            self._by_storage[stay.home.resting.untyped_storage()._cdata] = stay
 
-    def _check_limit(self) -> None:
-        sizes = sorted((stay.home.nbytes, stay.home.name) for stay in self._stays)
+    def add(self, model: Module) -> None:
+        """Take charge of the weights of a model, unless it is known already.
+
+        Raises:
+            ConfigError: Its weights cannot rest, or another open session streams them.
+            NoSpaceError: The directories have no room for them; nothing was moved.
+            BudgetError: The largest weight and another one do not fit.
+        """
+        homes = [home for home in self._rest(model) if home not in self._by_home]
+        self._check_limit(homes)
+        with self._wake:
+            for home in homes:
+                stay = _Stay(len(self._stays), home)
+                self._stays.append(stay)
+                self._by_home[home] = stay
+                self._by_storage[home.resting.untyped_storage()._cdata] = stay
+                self._total_bytes += home.nbytes
+                home.keeper = self
+            self._order.add(len(homes))
+
+    def _check_limit(self, homes: Sequence[Home]) -> None:
+        for home in homes:
+            if home.keeper is not None:
+                raise ConfigError(f"weight {home.name} is streamed by another open session")
+        known = (stay.home for stay in self._stays)
+        sizes = sorted((home.nbytes, home.name) for home in (*known, *homes))
         least = sum(nbytes for nbytes, _ in sizes[-2:])
         limit = self._account.limit_bytes
         if least <= limit:
@@ -302,6 +326,20 @@ class WeightStreamer:
     def touches(self) -> Mapping[str, int]:
         """Operations on weights at rest, by name of the weight."""
         return {stay.home.name: stay.home.touches for stay in self._stays if stay.home.touches}
+
+    def note(self) -> str:
+        """Return a sentence for the summary."""
+        text = f"weights of {format_bytes(self._total_bytes)} rest on flash"
+        touches = self.touches
+        if touches:
+            name, times = max(touches.items(), key=lambda each: each[1])
+            text += (
+                f"; {len(touches)} of them were used outside of the modules that own them, the most"
+                f" {name}, {times} times"
+            )
+        if self.forced:
+            text += f"; their limit was exceeded {self.forced} times, as all in memory was in use"
+        return text
 
     def end_step(self) -> None:
         """End a step of training: the order of its uses is what the next one is expected to have."""
