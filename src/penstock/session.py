@@ -87,10 +87,6 @@ class Session:
         """
         _check_kind("model", model, torch.nn.Module)
         _check_kind("optimizer", optimizer, torch.optim.Optimizer)
-        if config.weights == "flash" and model is None:
-            raise ConfigError(
-                "offload: weights='flash' needs the model: penstock.offload(model, ...)"
-            )
         self.config = config
         self._model = model
         self._optimizer = optimizer

@@ -80,6 +80,11 @@ _OPTIONS: Final = (
         "limit of host memory to offload to, within --memory (default: none)",
     ),
     ("--flash-capacity", "SIZE", "limit of flash to use (default: 9/10 of the free space)"),
+    (
+        "--weights-memory",
+        "SIZE",
+        "with --weights flash: limit of weights in memory, within --memory (default: half of it)",
+    ),
     ("--floor", "SIZE", "size below which tensors stay resident (default: 1MiB)"),
     ("--event-log-size", "SIZE", "size at which the event log is rotated (default: 64MiB)"),
     (
@@ -134,6 +139,12 @@ def parser() -> argparse.ArgumentParser:
         "--config",
         metavar="FILE",
         help="read settings from table [offload] of a TOML file; options take precedence",
+    )
+    made.add_argument(
+        "--weights",
+        choices=("keep", "flash"),
+        help="place of weights; flash: files in the directories of --flash, read when modules and"
+        " backward need them (default: keep)",
     )
     made.add_argument(
         "--optimizer-state",
@@ -426,6 +437,8 @@ def _config(options: argparse.Namespace) -> OffloadConfig:
         "policy",
         "codec",
         "recompute",
+        "weights",
+        "weights_memory",
         "floor",
         "event_log",
         "event_log_size",
