@@ -1,0 +1,112 @@
+"""The network of the benchmarks of weights on flash: a decoder in the shape of LLaMA, with random weights."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Shape(NamedTuple):
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+    vocabulary: int = 32000
+
+    @property
+    def parameters(self):
+        block = 4 * self.hidden**2 + 3 * self.hidden * self.inner + 2 * self.hidden
+        return self.layers * block + 2 * self.vocabulary * self.hidden + self.hidden
+
+
+SHAPES = {
+    "25M": Shape(512, 4, 8, 1376, 4096),
+    "350M": Shape(1024, 24, 16, 2752),
+    "774M": Shape(1536, 24, 16, 4128),
+    "1.5B": Shape(2048, 28, 16, 5504),
+    "2.7B": Shape(2560, 32, 32, 6912),
+    "6.7B": Shape(4096, 32, 32, 11008),
+    "13B": Shape(5120, 40, 40, 13824),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        hidden, inner = shape.hidden, shape.inner
+        self.heads = shape.heads
+        self.before, self.between = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.gate = nn.Linear(hidden, inner, bias=False)
+        self.up = nn.Linear(hidden, inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x, turns):
+        batch, length, width = x.shape
+        heads = (batch, length, 3, self.heads, width // self.heads)
+        query, key, value = self.qkv(self.before(x)).view(heads).permute(2, 0, 3, 1, 4)
+        query, key = turned(query, turns), turned(key, turns)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        y = self.between(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+def turned(x, turns):
+    """Rotary positions."""
+    cos, sin = turns
+    one, two = x.chunk(2, dim=-1)
+    return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
+
+
+class Decoder(nn.Module):
+    def __init__(self, shape, dtype=torch.bfloat16):
+        super().__init__()
+        self.shape = shape
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            self.tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+            self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+            self.norm = nn.RMSNorm(shape.hidden)
+            self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        finally:
+            torch.set_default_dtype(before)
+
+    def forward(self, ids):
+        half = self.shape.hidden // self.shape.heads // 2
+        rates = 10000.0 ** -(torch.arange(half) / half)
+        angles = torch.arange(ids.shape[1])[:, None] * rates
+        x = self.tokens(ids)
+        turns = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for block in self.blocks:
+            x = block(x, turns)
+        return self.head(self.norm(x))
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter."""
+
+    def __init__(self, base, rank=8):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(rank, base.out_features, bias=False, dtype=base.weight.dtype)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapt(model):
+    """Freeze a decoder, and add adapters to the projections of attention."""
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.qkv, block.out = Adapted(block.qkv), Adapted(block.out)
+
+
+def loss_of(model, ids):
+    logits = model(ids)
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
