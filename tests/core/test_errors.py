@@ -119,6 +119,7 @@ def test_a_budget_error_carries_its_figures():
     ids=lambda error: type(error).__name__,
 )
 def test_a_renewed_error_is_equal_and_keeps_no_frame(error):
+    error.add_note("a note")
     cause = error.__cause__ = OSError(errno.EIO, "cause")
     with pytest.raises(type(error)):
         raise error
@@ -129,6 +130,8 @@ def test_a_renewed_error_is_equal_and_keeps_no_frame(error):
     assert vars(again) == vars(error)
     assert getattr(again, "errno", None) == getattr(error, "errno", None)
     assert again.__cause__ is cause
+    again.add_note("another")
+    assert error.__notes__ == ["a note"]
 
 
 def test_an_error_of_unknown_making_is_renewed_as_itself():

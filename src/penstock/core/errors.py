@@ -63,6 +63,8 @@ def renewed(error: BaseException) -> BaseException:
     else:
         made = BaseException.__new__(kind, *error.args)
     made.__dict__.update(error.__dict__)
+    if hasattr(error, "__notes__"):
+        made.__notes__ = [*error.__notes__]  # a list of its own, since notes are added to it
     made.__cause__, made.__context__ = error.__cause__, error.__context__
     made.__suppress_context__ = error.__suppress_context__
     return made
