@@ -57,6 +57,16 @@ def what_stays_is_not_looked_through():
 
 
 @pytest.fixture
+def collected_account():
+    """The process's account without what earlier tests left: killed saves, and errors of data sets.
+
+    A save that is killed frees nothing, as in a process that is; an error in a thread of a loader has the
+    frames of that thread in its traceback, and these the loader, until a collection.
+    """
+    gc.collect()
+
+
+@pytest.fixture
 def default_signals():
     """Ctrl-C and a hang-up do what they do by default, here and in what is started.
 

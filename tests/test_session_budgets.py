@@ -1,6 +1,5 @@
 """What a session says of budgets: what one would cost, whether it is kept, the least that would do."""
 
-import gc
 import json
 
 import pytest
@@ -12,11 +11,7 @@ from penstock.core.units import MIB
 from penstock.report.run_file import read_run
 from penstock.store.account import host_account
 
-
-@pytest.fixture(autouse=True)
-def _without_what_others_dropped():
-    """Collect what earlier tests dropped without a close: the account is the whole process's."""
-    gc.collect()
+pytestmark = pytest.mark.usefixtures("collected_account")
 
 
 def network(layers=8):

@@ -1,6 +1,5 @@
 """One number for all host memory of a session: ``memory=`` as a size, a share, or found."""
 
-import gc
 import json
 import os
 import subprocess
@@ -32,11 +31,7 @@ from penstock.runtime.stores import Stores
 from penstock.store.account import host_account
 from penstock.store.arena import Arena
 
-
-@pytest.fixture(autouse=True)
-def _without_what_others_dropped():
-    """Collect what earlier tests dropped without a close: the account is the whole process's."""
-    gc.collect()
+pytestmark = pytest.mark.usefixtures("collected_account")
 
 
 ROWS = 1024

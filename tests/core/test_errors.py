@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from concurrent.futures import CancelledError
 
 import pytest
 
@@ -101,3 +102,41 @@ def test_a_budget_error_carries_its_figures():
         20,
     )
     assert isinstance(error, MemoryError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.NoSpaceError(
+            errno=errno.ENOSPC, op="write", path="p", offset_bytes=1, nbytes=2, free_bytes=3
+        ),
+        errors.ChecksumError("other bytes"),
+        errors.BudgetError("no room", slot="s", limit_bytes=1, least_bytes=2),
+        errors.ClosedError("closed"),
+        errors.DatasetError("damaged"),
+        CancelledError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_renewed_error_is_equal_and_keeps_no_frame(error):
+    error.add_note("a note")
+    cause = error.__cause__ = OSError(errno.EIO, "cause")
+    with pytest.raises(type(error)):
+        raise error
+    again = errors.renewed(error)
+    assert again is not error
+    assert again.__traceback__ is None
+    assert (type(again), str(again), again.args) == (type(error), str(error), error.args)
+    assert vars(again) == vars(error)
+    assert getattr(again, "errno", None) == getattr(error, "errno", None)
+    assert again.__cause__ is cause
+    again.add_note("another")
+    assert error.__notes__ == ["a note"]
+
+
+def test_an_error_of_unknown_making_is_renewed_as_itself():
+    error = UnicodeDecodeError("utf-8", b"x", 0, 1, "why")
+    with pytest.raises(UnicodeDecodeError):
+        raise error
+    assert errors.renewed(error) is error
+    assert error.__traceback__ is None

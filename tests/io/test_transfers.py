@@ -1,10 +1,13 @@
 """What becomes of a request: settled once, told to all, whatever callbacks do."""
 
+import gc
 import threading
+import weakref
 from concurrent.futures import CancelledError
 
 import pytest
 
+from penstock.core.errors import ChecksumError
 from penstock.io.engine import Priority, Transfer
 
 
@@ -141,6 +144,27 @@ def test_a_check_of_what_has_ended_already_is_made_at_once():
     transfer.finish_with(lambda error: OSError("late"), lambda: seen.append(transfer.error))
     assert str(seen) == "[OSError('late')]"
     assert transfer.error is seen[0]
+
+
+def test_an_error_keeps_nothing_of_a_waiter_alive():
+    """It is the transfer's as long as that is, and its traceback would have the waiter's frames."""
+    transfer = Transfer(10)
+    transfer.settle(ChecksumError("other bytes"))
+
+    class Held:
+        pass
+
+    def wait():
+        held = Held()
+        with pytest.raises(ChecksumError, match="other bytes"):
+            transfer.wait()
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert wait()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_check_that_fails_is_the_error():

@@ -8,6 +8,7 @@ Its memory is a bytearray that is filled when it is awake and dropped when it sl
     until=FILE   it does not end before there is one: it waits for it, and sleeps when it is told to
     step_s=S     how long a step takes (default 0.005)
     mib=N        what it holds when it is awake (default 1)
+    unset=FILE   it makes that file, and does not set its signals before the file is gone
     start_s=S    how long until it can be put to sleep
     fail=N       the step at which it raises
     refuse=TEXT  it never sleeps, and says why
@@ -70,8 +71,12 @@ class Job:
 
 def main(channel, *words):
     signal.alarm(120)  # whatever became of the test
-    listen_to_manager()
     how = dict(word.split("=", 1) for word in words)
+    if "unset" in how:
+        open(how["unset"], "x").close()
+        while os.path.exists(how["unset"]):
+            time.sleep(0.005)
+    listen_to_manager()
     if how.get("deaf"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

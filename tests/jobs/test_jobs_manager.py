@@ -294,6 +294,30 @@ def test_one_that_somebody_has_stopped_is_ended_in_order_all_the_same(managed, p
     assert "SIGKILL" not in done["a"]["told"]
 
 
+@pytest.fixture
+def ignored_interrupts():
+    """SIGINT is ignored here and, until it says otherwise, in what is started."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ignored_interrupts")
+def test_one_that_is_just_starting_gets_the_interrupt_once_it_no_longer_ignores_it(
+    managed, disk_path
+):
+    """As in a job in the background of a shell: it is ignored until Python has begun."""
+    unset = disk_path / "unset"
+    with managed({"name": "a", "how": f"steps=100000 unset={unset}"}) as run:
+        run.until(lambda _: unset.exists())
+        run.client.stop()
+        for _ in range(3):  # each follows a look at the job
+            run.client.status()
+        unset.unlink()
+        done = run.ended()
+    assert "SIGTERM" not in done["a"]["told"]
+
+
 def test_a_log_does_not_grow_without_bound(managed, disk_path):
     words = "x" * 1000
     job = {"name": "a", "how": f"steps=400 say={words}", "lasts": True}

@@ -1,6 +1,5 @@
 """Memory for states is a constant, a ring of buffers and a little, however many parameters there are."""
 
-import gc
 import subprocess
 import sys
 import warnings
@@ -15,12 +14,7 @@ from penstock.optim import FlashAdamW
 from penstock.optim.memory import plain_bytes
 from penstock.store.account import host_account
 
-
-@pytest.fixture(autouse=True)
-def _without_what_others_dropped():
-    """Collect what earlier tests dropped without a close: the account is the whole process's."""
-    gc.collect()
-
+pytestmark = pytest.mark.usefixtures("collected_account")
 
 PROGRAM = """
 import resource, sys, torch

@@ -31,7 +31,7 @@ from penstock.checkpoint.staging import (
     parent_of,
     publish,
 )
-from penstock.checkpoint.streams import BUFFERS_BYTES, Buffers, Regions
+from penstock.checkpoint.streams import BUFFERS_BYTES, Buffers, SourceRegions
 from penstock.checkpoint.targets import Targets
 from penstock.checkpoint.tensors import FILE_BYTES, Prepared, prepare
 from penstock.checkpoint.unchanged import Place, places
@@ -190,7 +190,7 @@ class CheckpointStore:
         base: str | os.PathLike[str] | None = None,
         encoder: Encoder | None = None,
         watcher: Watcher | None = None,
-        regions: Sequence[Regions] | None = None,
+        regions: Sequence[SourceRegions] | None = None,
         buffers_bytes: int = BUFFERS_BYTES,
         reuse: bool = False,
     ) -> Saved:

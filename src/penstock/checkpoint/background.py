@@ -28,7 +28,7 @@ import torch
 
 from penstock.checkpoint.api import Saved
 from penstock.checkpoint.disk import having_threads
-from penstock.checkpoint.regions import Plain, Region
+from penstock.checkpoint.regions import Plain, SourceRegion
 from penstock.checkpoint.streams import BUFFERS_BYTES
 from penstock.checkpoint.tensors import Prepared
 from penstock.core.errors import CheckpointError, PenstockError, PenstockWarning
@@ -44,20 +44,20 @@ PIECE_BYTES: Final = 2 * MIB
 """Bytes copied at once: a huge page, and less than a block."""
 _ALIGNMENT_BYTES: Final = 64
 
-Write = Callable[["Saving", list[list[tuple[int, Region]]]], Saved]
+Write = Callable[["Saving", list[list[tuple[int, SourceRegion]]]], Saved]
 """Function that writes the regions of all files, and notes in its first argument what it has read."""
 
 _under_way: weakref.WeakSet[Saving] = weakref.WeakSet()
 """Saves that may still read, and some that have ended."""
 
 
-class TensorSnapshot(Region):
+class TensorSnapshot(SourceRegion):
     """A tensor's bytes; those of some pieces are copies of what they were."""
 
     def __init__(
         self,
         saving: Saving,
-        region: Region,
+        region: SourceRegion,
         tensor: torch.Tensor,
         name: str,
         place: tuple[int, int],
@@ -80,7 +80,7 @@ class TensorSnapshot(Region):
         self._name = name
         self.has_version = not tensor.is_inference()
         self._version = tensor._version if self.has_version else 0
-        self._copies: dict[int, Region] = {}
+        self._copies: dict[int, SourceRegion] = {}
 
     @property
     def was_changed(self) -> bool:
@@ -125,17 +125,17 @@ class TensorSnapshot(Region):
                     " before that change"
                 )
 
-    def copy_of(self, piece: int) -> Region | None:
+    def copy_of(self, piece: int) -> SourceRegion | None:
         """Return the copy of a piece, if there is one."""
         return self._copies.get(piece)
 
-    def copied(self, piece: int, memory: torch.Tensor) -> Region:
+    def copied(self, piece: int, memory: torch.Tensor) -> SourceRegion:
         """Copy a piece to memory of its length."""
         start = piece * PIECE_BYTES
         self._region.copy_out(start, start + memory.numel(), memory.data_ptr())
         return Plain(memory)
 
-    def take(self, piece: int, copy: Region) -> None:
+    def take(self, piece: int, copy: SourceRegion) -> None:
         """Use a copy in place of a piece from now on."""
         self._copies[piece] = copy
 
@@ -288,7 +288,7 @@ class Saving:
 
     # -- for the thread that writes -------------------------------------------------------------------
 
-    def reads(self, source: TensorSnapshot, piece: int) -> Region | None:
+    def reads(self, source: TensorSnapshot, piece: int) -> SourceRegion | None:
         """Return the copy of a piece; if None, the tensor is being read until ``has_read``."""
         with self._changed:
             copy = source.copy_of(piece)
@@ -315,7 +315,7 @@ class Saving:
             self._released = (file, end)
             self._changed.notify_all()
 
-    def _run(self, write: Write, regions: list[list[tuple[int, Region]]]) -> None:
+    def _run(self, write: Write, regions: list[list[tuple[int, SourceRegion]]]) -> None:
         try:
             self._saved = write(self, regions)
         except BaseException as error:  # noqa: BLE001  (``wait`` raises it)
@@ -332,12 +332,12 @@ class Saving:
             hook.remove()
         self._hooks = []
 
-    def _sources(self, prepared: Prepared) -> list[list[tuple[int, Region]]]:
-        made: list[list[tuple[int, Region]]] = []
+    def _sources(self, prepared: Prepared) -> list[list[tuple[int, SourceRegion]]]:
+        made: list[list[tuple[int, SourceRegion]]] = []
         for number, plan in enumerate(prepared.plans):
             members = [i for i in plan.members if prepared.entries[i].nbytes]
             header, *others = plan.regions(prepared.tensors)
-            file: list[tuple[int, Region]] = [header]
+            file: list[tuple[int, SourceRegion]] = [header]
             for index, (offset, region) in zip(members, others, strict=True):
                 tensor, name = prepared.tensors[index], prepared.entries[index].name
                 source = TensorSnapshot(self, region, tensor, name, (number, offset))

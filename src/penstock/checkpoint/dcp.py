@@ -46,7 +46,7 @@ from penstock.checkpoint.api import CheckpointStore
 from penstock.checkpoint.frames import stored_in
 from penstock.checkpoint.manifest import FileEntry, TensorEntry
 from penstock.checkpoint.reader import OpenCheckpoint
-from penstock.checkpoint.regions import Region
+from penstock.checkpoint.regions import TargetRegion
 from penstock.checkpoint.streams import Buffers
 from penstock.checkpoint.tensors import Leaves, Prepared, pack
 from penstock.checkpoint.values import DTYPES, FormError, Json, Path, decode, encode, shown, whole
@@ -279,7 +279,7 @@ def _read_file(
     for _, entry in members:
         asked[entry.offset_bytes] = asked.get(entry.offset_bytes, 0) + 1
     chunks: dict[int, torch.Tensor] = {}
-    regions: list[tuple[int, Region]] = []
+    regions: list[tuple[int, TargetRegion]] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     targets: list[tuple[ReadItem, torch.Tensor]] = []
     for item, entry in members:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.checkpoint.manifest import CODECS, FRAME_BYTES, LEAST_PART, TensorEntry
-from penstock.checkpoint.regions import Region, region_of
+from penstock.checkpoint.regions import SourceRegion, TargetRegion, region_of
 from penstock.codec import registry
 from penstock.codec.base import HEADER_BYTES, Bytes, frame_bytes
 from penstock.core.errors import CodecError, ConfigError
@@ -46,13 +46,13 @@ class Encoder:
         self._source = np.empty(FRAME_BYTES, np.uint8)
         self._frame = np.empty(HEADER_BYTES + FRAME_BYTES, np.uint8)
 
-    def pays(self, region: Region, dtype: str) -> bool:
+    def pays(self, region: SourceRegion, dtype: str) -> bool:
         """Return whether it makes a tensor's first piece shorter; if not, the tensor stays as it is."""
         if region.nbytes < _SMALL_BYTES or not self._codec.accepts(dtype):
             return False
         return self._encode(region, dtype, 0).size < min(region.nbytes, FRAME_BYTES)
 
-    def frames(self, region: Region, dtype: str) -> Iterator[tuple[Bytes, int]]:
+    def frames(self, region: SourceRegion, dtype: str) -> Iterator[tuple[Bytes, int]]:
         """Each frame, valid until the next, and where its piece ends; what fills up the last at the end.
 
         Args:
@@ -66,7 +66,7 @@ class Encoder:
             yield frame, min(start + FRAME_BYTES, region.nbytes)
         yield np.zeros(-length % ALIGNMENT_BYTES, np.uint8), region.nbytes
 
-    def _encode(self, region: Region, dtype: str, start: int) -> Bytes:
+    def _encode(self, region: SourceRegion, dtype: str, start: int) -> Bytes:
         stop = min(start + FRAME_BYTES, region.nbytes)
         source = self._source[: stop - start]
         region.copy_out(start, stop, source.ctypes.data)
@@ -76,13 +76,13 @@ class Encoder:
         return self._frame[: max(length, least)]
 
 
-class Decoding(Region):
+class Decoding(TargetRegion):
     """The frames of a tensor, that fill another region as they come in; in order, and once.
 
     Every method raises CodecError if they are not what an encoder makes.
     """
 
-    def __init__(self, entry: TensorEntry, target: Region | None) -> None:
+    def __init__(self, entry: TensorEntry, target: TargetRegion | None) -> None:
         """Expect the first frame.
 
         Args:
@@ -98,10 +98,6 @@ class Decoding(Region):
         self._next = 0
         self._held = 0
         self._frame = self._piece = np.empty(0, np.uint8)
-
-    def copy_out(self, start: int, stop: int, address: int) -> None:
-        """Not for what is loaded."""
-        raise AssertionError("what is loaded is not read from")
 
     def copy_in(self, start: int, stop: int, address: int) -> None:
         """Take the bytes ``[start, stop)`` of the frames, and decode those that are whole now."""
@@ -152,7 +148,7 @@ class Decoding(Region):
         self._held = 0
 
 
-def stored_in(entry: TensorEntry, target: Any) -> Region:
+def stored_in(entry: TensorEntry, target: Any) -> TargetRegion:
     """Return the region that a tensor's bytes in its file fill as they arrive.
 
     Args:

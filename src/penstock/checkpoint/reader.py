@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.frames import Decoding
 from penstock.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest
-from penstock.checkpoint.regions import Region
-from penstock.checkpoint.streams import Buffers, Regions, digest, empty
+from penstock.checkpoint.regions import Region, TargetRegion
+from penstock.checkpoint.streams import Buffers, TargetRegions, digest, empty
 from penstock.checkpoint.values import FormError
 from penstock.core.errors import (
     CheckpointError,
@@ -103,7 +103,7 @@ class OpenCheckpoint:
 
     def read(
         self,
-        targets: Mapping[int, Regions],
+        targets: Mapping[int, TargetRegions],
         *,
         engine: Engine | None = None,
         everything: bool = False,
@@ -169,7 +169,7 @@ class OpenCheckpoint:
         Raises TransferError.
         """
         found = []
-        encoded: dict[int, list[tuple[int, Region]]] = {}
+        encoded: dict[int, list[tuple[int, TargetRegion]]] = {}
         for each in self.manifest.tensors:
             if each.codec and each.nbytes:
                 frames = each.offset_bytes, Decoding(each, None)
@@ -209,7 +209,9 @@ class OpenCheckpoint:
                 path=path,
             )
 
-    def _damaged(self, block: _BlockRead, why: str, targets: Mapping[int, Regions]) -> DamagedError:
+    def _damaged(
+        self, block: _BlockRead, why: str, targets: Mapping[int, TargetRegions]
+    ) -> DamagedError:
         index, offset, nbytes, _ = block
         path = self.directory.join(self.manifest.files[index].name)
         owners = [each for each in self.manifest.tensors if each.owner < 0 and each.nbytes]

@@ -8,6 +8,7 @@ a fraction of the time of writing, and ensures that the bytes written are those 
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
@@ -24,27 +25,43 @@ _STAGED_BYTES: Final = PIECE_BYTES - 4 * KIB
 """Bytes copied at once of a device's memory, less room for elements that two steps share."""
 
 
-class Region:
+class Region(ABC):
     """Some bytes that have a place in a file.
 
     Attributes:
         nbytes: Their number.
-        step_bytes: Best number of bytes to copy at once.
     """
 
     nbytes: int
+
+
+class SourceRegion(Region):
+    """Bytes that are saved.
+
+    Attributes:
+        step_bytes: Best number of bytes to copy at once.
+    """
+
     step_bytes: int = _STEP_BYTES
 
+    @abstractmethod
     def copy_out(self, start: int, stop: int, address: int) -> None:
         """Copy the bytes ``[start, stop)`` to memory."""
-        raise NotImplementedError(f"{type(self).__name__} is only loaded into")
 
+
+class TargetRegion(Region):
+    """Bytes that are loaded."""
+
+    @abstractmethod
     def copy_in(self, start: int, stop: int, address: int) -> None:
         """Set the bytes ``[start, stop)`` from memory."""
-        raise NotImplementedError(f"{type(self).__name__} is only saved")
 
 
-class Fixed(Region):
+class TensorRegion(SourceRegion, TargetRegion):
+    """Bytes of a tensor."""
+
+
+class Fixed(SourceRegion):
     """Constant bytes: the header of a file."""
 
     def __init__(self, data: bytes) -> None:
@@ -57,7 +74,7 @@ class Fixed(Region):
         ctypes.memmove(address, self._data[start:stop], stop - start)
 
 
-class Plain(Region):
+class Plain(TensorRegion):
     """A tensor whose elements lie one after another in host memory."""
 
     step_bytes = _CACHED_BYTES
@@ -77,7 +94,7 @@ class Plain(Region):
         ctypes.memmove(self._address + start, address, stop - start)
 
 
-class Elsewhere(Region):
+class Elsewhere(TensorRegion):
     """A tensor in host memory with its elements in another order, copied step by step."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -213,7 +230,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def region_of(tensor: torch.Tensor) -> Region:
+def region_of(tensor: torch.Tensor) -> TensorRegion:
     """Return a tensor's bytes as a region."""
     if tensor.is_cuda:
         return OnDevice(tensor)

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import xxhash
 
-from penstock.checkpoint.regions import Region
+from penstock.checkpoint.regions import Region, SourceRegion, TargetRegion
 from penstock.core.threads import in_thread
 from penstock.core.units import MIB, round_up
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
@@ -42,8 +42,11 @@ _DEVICE_BYTES_PER_S: Final = 2e9
 _LEAST_BUFFERS: Final = 3
 _MOST_BUFFERS: Final = 64
 
-Regions = Sequence[tuple[int, Region]]
+_R = TypeVar("_R", bound=Region)
+SourceRegions = Sequence[tuple[int, SourceRegion]]
 """Offsets in a file and the regions there, in order and without overlaps."""
+TargetRegions = Sequence[tuple[int, TargetRegion]]
+"""The same, of regions to fill."""
 
 
 def count_within(memory_bytes: int, block_bytes: int) -> int:
@@ -284,7 +287,7 @@ class BlockWrites(TransferWindow[_Sent]):
             in_thread("penstock-sync", work, target.synced)
 
 
-def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> str:
+def fill(regions: SourceRegions, starts: Sequence[int], begin: int, end: int, address: int) -> str:
     """Copy the bytes ``[begin, end)`` of a file to memory; return their checksum, as ``digest``.
 
     Args:
@@ -303,15 +306,17 @@ def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address:
     return checksum.hexdigest()
 
 
-def empty(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> None:
+def empty(
+    regions: TargetRegions, starts: Sequence[int], begin: int, end: int, address: int
+) -> None:
     """Copy the bytes ``[begin, end)`` of a file from memory to its regions; there may be gaps."""
     for start, region, low, high in _parts(regions, starts, begin, end):
         region.copy_in(low - start, high - start, address + low - begin)
 
 
 def _parts(
-    regions: Regions, starts: Sequence[int], begin: int, end: int
-) -> Iterator[tuple[int, Region, int, int]]:
+    regions: Sequence[tuple[int, _R]], starts: Sequence[int], begin: int, end: int
+) -> Iterator[tuple[int, _R, int, int]]:
     for index in range(max(0, bisect_right(starts, begin) - 1), len(regions)):
         start, region = regions[index]
         if start >= end:

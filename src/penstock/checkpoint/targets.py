@@ -18,7 +18,7 @@ import torch
 from penstock.checkpoint.allocation import Fresh
 from penstock.checkpoint.frames import stored_in
 from penstock.checkpoint.manifest import Manifest, TensorEntry
-from penstock.checkpoint.regions import Region, is_plain, set_to
+from penstock.checkpoint.regions import TargetRegion, is_plain, set_to
 from penstock.checkpoint.stateful import (
     LIKE_LISTS,
     Stateful,
@@ -169,9 +169,9 @@ class Targets:
             return lambda: None
         return lambda: made
 
-    def regions(self) -> dict[int, list[tuple[int, Region]]]:
+    def regions(self) -> dict[int, list[tuple[int, TargetRegion]]]:
         """Return the regions to fill, in order, by file. Call it when everything is bound."""
-        found: dict[int, list[tuple[int, Region]]] = {}
+        found: dict[int, list[tuple[int, TargetRegion]]] = {}
         for index in self._owners():
             entry = self._manifest.tensors[index]
             targets = self._into.get(index, [])

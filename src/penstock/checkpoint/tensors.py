@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.checkpoint.manifest import TensorEntry, extent_bytes, is_dense
-from penstock.checkpoint.regions import Fixed, Region, await_devices, region_of
+from penstock.checkpoint.regions import Fixed, SourceRegion, await_devices, region_of
 from penstock.checkpoint.stateful import frozen_in, plain_state
 from penstock.checkpoint.values import DTYPES, Json, Path, encode, name_of, shown
 from penstock.core.errors import CheckpointError
@@ -195,9 +195,9 @@ class FilePlan:
     members: tuple[int, ...]
     nbytes: int
 
-    def regions(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, Region]]:
+    def regions(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, SourceRegion]]:
         """Return offsets in the file, and the regions that begin there."""
-        found: list[tuple[int, Region]] = [(0, Fixed(self.header))]
+        found: list[tuple[int, SourceRegion]] = [(0, Fixed(self.header))]
         offset = len(self.header)
         for index in self.members:
             region = region_of(tensors[index])

@@ -25,8 +25,15 @@ from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.frames import ALIGNMENT_BYTES, Encoder
 from penstock.checkpoint.manifest import FRAME_BYTES, FileEntry, TensorEntry, blocks_of
 from penstock.checkpoint.reader import OpenCheckpoint
-from penstock.checkpoint.regions import Region
-from penstock.checkpoint.streams import BlockWrites, Buffers, OutputFile, Regions, digest, fill
+from penstock.checkpoint.regions import SourceRegion
+from penstock.checkpoint.streams import (
+    BlockWrites,
+    Buffers,
+    OutputFile,
+    SourceRegions,
+    digest,
+    fill,
+)
 from penstock.checkpoint.tensors import FilePlan, Prepared, header_of
 from penstock.codec.base import HEADER_BYTES, Bytes
 from penstock.core.errors import CheckpointError, PenstockError
@@ -50,7 +57,7 @@ class EncodedBody:
         self,
         plan: FilePlan,
         entries: Sequence[TensorEntry],
-        regions: Regions,
+        regions: SourceRegions,
         encoder: Encoder,
     ) -> None:
         """Encode nothing yet.
@@ -106,7 +113,7 @@ def _most_bytes(nbytes: int) -> int:
     return round_up(nbytes + HEADER_BYTES * -(-nbytes // FRAME_BYTES), ALIGNMENT_BYTES)
 
 
-def _pieces(region: Region) -> Iterator[tuple[Bytes, int]]:
+def _pieces(region: SourceRegion) -> Iterator[tuple[Bytes, int]]:
     """Yield a tensor's bytes as they are, piece by piece, and the end of each."""
     memory = np.empty(min(FRAME_BYTES, region.nbytes), np.uint8)
     for start in range(0, region.nbytes, FRAME_BYTES):
@@ -347,7 +354,7 @@ class FilesWriter:
     def write_all(
         self,
         prepared: Prepared,
-        regions: Sequence[Regions],
+        regions: Sequence[SourceRegions],
         encoder: Encoder | None = None,
     ) -> list[TensorEntry]:
         """Write all files of a state; they are on the device only after ``finish``.
@@ -378,7 +385,7 @@ class FilesWriter:
                 entries[index] = entry
         return entries
 
-    def _add(self, name: str, nbytes: int, regions: Regions) -> None:
+    def _add(self, name: str, nbytes: int, regions: SourceRegions) -> None:
         base = self._base_entry(name)
         if base is not None and base.nbytes != nbytes:
             base = None

@@ -35,6 +35,7 @@ from __future__ import annotations
 import errno as errnos
 import os
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 
 
 class PenstockError(Exception):
@@ -43,6 +44,30 @@ class PenstockError(Exception):
 
 class ConfigError(PenstockError, ValueError):
     """An invalid setting, or an invalid combination of settings."""
+
+
+def renewed(error: BaseException) -> BaseException:
+    """Return an equal error without a traceback, for one of several places that raise it.
+
+    An error that is raised refers to the frames that it passes. If somebody keeps it whom these frames
+    refer to, they and their memory live until a garbage collection. An error that is neither Penstock's
+    nor a ``CancelledError`` is returned itself.
+    """
+    kind = type(error)
+    if not issubclass(kind, (PenstockError, CancelledError)):
+        return error.with_traceback(None)
+    made: BaseException
+    if isinstance(error, OSError):
+        made = OSError.__new__(kind, *error.args)
+        OSError.__init__(made, *error.args)
+    else:
+        made = BaseException.__new__(kind, *error.args)
+    made.__dict__.update(error.__dict__)
+    if hasattr(error, "__notes__"):
+        made.__notes__ = [*error.__notes__]  # a list of its own, since notes are added to it
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
+    return made
 
 
 class SizeError(ConfigError):

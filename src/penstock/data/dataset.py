@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.data as torch_data
 
-from penstock.core.errors import ConfigError, PenstockWarning
+from penstock.core.errors import ConfigError, PenstockWarning, renewed
 from penstock.core.units import parse_bytes
 from penstock.data.assemble import Assembler, How
 from penstock.data.build import Opened, Paths, open_index
@@ -203,9 +203,9 @@ class FlashDataset(torch_data.Dataset[Any]):
             rows = [row for row in range(len(wanted)) if row not in group.bad]
             self.skipped += len(group.bad)
             if group.bad and not rows:  # there is no batch of no samples
-                error = group.bad[0]
-                error.add_note(f"none of the {len(wanted)} samples that are asked for can be read")
-                raise error
+                text = f"none of the {len(wanted)} samples that are asked for can be read"
+                group.bad[0].add_note(text)
+                raise renewed(group.bad[0])
             values = self._values.samples(group, rows)
         finally:
             group.free()

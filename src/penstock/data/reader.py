@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from penstock.core.errors import BudgetError, ChecksumError, DatasetError
+from penstock.core.errors import BudgetError, ChecksumError, DatasetError, renewed
 from penstock.core.locks import Lock
 from penstock.core.process import fork_guard
 from penstock.core.units import format_bytes, round_up
@@ -330,7 +330,7 @@ class Pending:
             raise
         if self._group.bad and policy == "raise":
             self._group.free()
-            raise next(iter(self._group.bad.values()))
+            raise renewed(next(iter(self._group.bad.values())))  # the group keeps that one
         return self._group
 
     def _wait(self) -> None:

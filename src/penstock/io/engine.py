@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from penstock.core.errors import renewed
 from penstock.core.locks import Lock
 
 if TYPE_CHECKING:
@@ -191,7 +192,8 @@ class Transfer:
         if not self._wait(timeout_s):
             raise TimeoutError(f"a transfer of {self.nbytes} bytes is not done after {timeout_s} s")
         if self._error is not None:
-            raise self._error.with_traceback(None)  # otherwise it would keep waiters' frames alive
+            # what is raised refers to the waiters' frames, and these to this transfer
+            raise renewed(self._error)
         return self.nbytes
 
     def _wait(self, timeout_s: float | None) -> bool:

@@ -130,6 +130,14 @@ class JobProcess:
             elif self.identity.lives():
                 os.kill(self.identity.pid, number)
 
+    def ignores(self, number: int) -> bool:
+        """Return whether the process ignores a signal now."""
+        with suppress(OSError, ValueError):
+            text = Path(f"/proc/{self.identity.pid}/status").read_text(encoding="ascii")
+            mask = text.partition("SigIgn:")[2].split(maxsplit=1)
+            return bool(int(mask[0], 16) >> (number - 1) & 1)
+        return False
+
     def kill_all(self) -> None:
         """Kill the process and all others of its group."""
         with suppress(ProcessLookupError, PermissionError):

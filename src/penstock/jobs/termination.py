@@ -3,6 +3,10 @@
 An awake job has ended after twice the grace time at the latest. A sleeping job has three times the grace
 time to wake up, and then as much as an awake one: five times in total. If several sleep, the time of each
 begins when it is its turn to be woken.
+
+A job that is just starting may ignore a signal, because its parent did (a shell starts what runs in the
+background so) and it has not set its handlers yet. It gets the signal when it no longer ignores it, and
+the grace time is not longer for that.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ class Termination:
         self._times = 0
         self._killed_after_s: float | None = None
         self._signalled_s: float | None = None
+        self._deferred: signal.Signals | None = None
 
     @property
     def killed_after_s(self) -> float | None:
@@ -57,6 +62,7 @@ class Termination:
         if waits:
             self._signalled_s = now
             return
+        self._send_deferred(process)
         waited = now - self._signalled_s
         if (asleep or self._times) and waited < self._grace_s * (_ASLEEP_TIMES if asleep else 1):
             return
@@ -67,4 +73,11 @@ class Termination:
             self._killed_after_s = self._grace_s * (_ASLEEP_TIMES if asleep else _AWAKE_TIMES)
             process.kill_all()
         else:
-            process.send(number)
+            self._deferred = number
+            self._send_deferred(process)
+
+    def _send_deferred(self, process: JobProcess) -> None:
+        """Send the latest signal, unless it was sent or the process ignores it now."""
+        if self._deferred is not None and not process.ignores(self._deferred):
+            process.send(self._deferred)
+            self._deferred = None

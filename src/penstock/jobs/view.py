@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from types import TracebackType
 from typing import IO, Any, Final
 
 from rich.console import Console, Group, RenderableType
@@ -44,12 +43,7 @@ class Watch:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

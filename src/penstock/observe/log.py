@@ -25,7 +25,6 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Final
 
 from penstock.core.errors import PenstockWarning, TransferError, transfer_error
@@ -171,12 +170,7 @@ class EventLog:
     def __enter__(self) -> EventLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- the writer's thread ----------------------------------------------------------------------

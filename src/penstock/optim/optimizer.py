@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -62,7 +63,8 @@ class OnFlash(torch.optim.Optimizer):
         before = dict(next(iter(model.state.values()), {}))
         self.__dict__.update(model.__dict__)
         initial = functools.partial(_initial, before)
-        source = ProbedOptimizer(self, self.torch_class, config, initial, prefers_master=True)
+        reference: weakref.ref[torch.optim.Optimizer] = weakref.ref(self)
+        source = ProbedOptimizer(reference, self.torch_class, config, initial, prefers_master=True)
         states = self._penstock = FlashStates(source)
         try:
             torch.optim.Optimizer.__init__(self, params, model.defaults)
@@ -233,7 +235,8 @@ def on_flash(optimizer: T, **settings: Any) -> T:
     config = StatesConfig(**settings)
     before = _saved(optimizer)
     initial = functools.partial(_initial, {} if before is None else _made_at_first(optimizer))
-    states = FlashStates(ProbedOptimizer(optimizer, cls, config, initial, prefers_master=False))
+    reference: weakref.ref[torch.optim.Optimizer] = weakref.ref(optimizer)
+    states = FlashStates(ProbedOptimizer(reference, cls, config, initial, prefers_master=False))
     try:
         for group in optimizer.param_groups:
             states.add_group(group)

@@ -278,6 +278,12 @@ class Groups:
         self._source = source
         self._seen: list[Any] = []  # of each group, what may decide what is kept
 
+    def where_of(self, tile: Tile) -> str:
+        """Return the parameters in a tile, for messages."""
+        names = [self.params[piece.param].name for piece in tile.pieces]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return "parameters " + ", ".join(names[:3]) + more
+
     def lay(self, group: dict[str, Any]) -> GroupLayout:
         """Lay a group of the optimizer into tiles, without adding it.
 

@@ -255,8 +255,7 @@ class TilePipeline:
                     self._write(buffer)
         self._settle()
         if self.write_failure is not None:
-            error, self.write_failure = self.write_failure, None
-            raise error
+            raise self._take_write_failure()
 
     def close(self) -> None:
         """Wait for what is in flight and free the memory; the contents are gone. Idempotent.
@@ -272,6 +271,20 @@ class TilePipeline:
         self._buffers.clear()
         self._holding.clear()
         self._arena.close()
+
+    # -- errors that no frame names, since frames that name what they raise live until a collection --
+
+    def _take_write_failure(self) -> BaseException:
+        error, self.write_failure = self.write_failure, None
+        assert error is not None
+        return error.with_traceback(None)
+
+    def _take_read_failure(self, buffer: RecordBuffer) -> BaseException:
+        """Free the buffer as well."""
+        error = buffer.error
+        assert error is not None
+        self._free(buffer)
+        return error.with_traceback(None)
 
     # -- without the lock -------------------------------------------------------------------------
 
@@ -310,7 +323,7 @@ class TilePipeline:
         try:
             transfer = self.store.start_read(tile, buffer.address, buffer.memory)
         except PenstockError as error:
-            self._was_read(buffer, error)
+            self._was_read(buffer, error.with_traceback(None))  # whose frames would keep all this
             return
         transfer.add_done_callback(lambda done: self._was_read(buffer, done.error))
 
@@ -321,7 +334,7 @@ class TilePipeline:
         try:
             transfer = self.store.start_write(tile, buffer.address, buffer.memory, length)
         except PenstockError as error:
-            self._was_written(buffer, error)
+            self._was_written(buffer, error.with_traceback(None))  # as in _start_read
             return
         transfer.add_done_callback(lambda done: self._was_written(buffer, done.error))
 
@@ -336,9 +349,7 @@ class TilePipeline:
                 return None
             self._fetch(tile, buffer)
         if buffer.error is not None:
-            error = buffer.error
-            self._free(buffer)
-            raise error.with_traceback(None)
+            raise self._take_read_failure(buffer)
         if buffer.phase in (BufferPhase.CLEAN, BufferPhase.DIRTY):
             buffer.before, buffer.phase = buffer.phase, BufferPhase.BUSY
             buffer.is_early = False

@@ -35,12 +35,25 @@ def wait_for_all(futures: Sequence[Future[None]]) -> None:
     try:
         wait(futures, return_when="FIRST_EXCEPTION")
     finally:
-        for future in futures:
-            future.cancel()
-        wait(futures)
+        _cancel(futures)
+    failed = [each for each in futures if not each.cancelled() and each.exception() is not None]
+    del futures
+    if failed:
+        raise _take_error(failed)
+
+
+def _cancel(futures: Sequence[Future[None]]) -> None:
     for future in futures:
-        if not future.cancelled():
-            future.result()
+        future.cancel()
+    wait(futures)
+
+
+def _take_error(failed: list[Future[None]]) -> BaseException:
+    """Return the first error. No frame that it passes refers to it, or the frame would live on."""
+    error = failed[0].exception()
+    failed.clear()
+    assert error is not None
+    return error
 
 
 def _compute_alone(device: torch.device | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ Group = Mapping[str, Any]
 class ProbedOptimizer:
     """The optimizer whose states go to flash, and what is known of them beforehand."""
 
-    optimizer: torch.optim.Optimizer
+    reference: weakref.ref[torch.optim.Optimizer]
+    """The optimizer, which holds its states; in a circle, dropped ones would live until a collection."""
     cls: type[torch.optim.Optimizer]
     """The class whose step is run on tiles."""
     config: StatesConfig
@@ -42,6 +44,13 @@ class ProbedOptimizer:
     it, a tensor where the parameter has one."""
     prefers_master: bool
     """True if 16-bit parameters have a float32 master, unless the config says."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer, which uses its states and so is there."""
+        found = self.reference()
+        assert found is not None, "states outlive their optimizer"
+        return found
 
     @property
     def with_master(self) -> bool:

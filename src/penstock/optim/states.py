@@ -95,7 +95,7 @@ class FlashStates:
         self._guard = fork_guard()
         self._updater = Updater(source, self.params)
         self._engine = shared_engine()
-        self.store = RecordStore(config, self._engine, self.where_of)
+        self.store = RecordStore(config, self._engine, self.groups.where_of)
         # beside a backward: see [Note: when squeezing pays]
         self._squeezer = Squeezer(
             False if config.overlap and not config.squeeze else config.squeeze
@@ -325,9 +325,8 @@ class FlashStates:
         self.last_norm = torch.linalg.vector_norm(together)
 
     def _run(self, tiles: Iterable[Tile], visit: Callable[[Tile], None]) -> None:
-        futures = [self.pool.submit(visit, tile) for tile in tiles]
         try:
-            wait_for_all(futures)
+            wait_for_all([self.pool.submit(visit, tile) for tile in tiles])
         except BaseException as error:
             self.mark_inconsistent(error)
             raise
@@ -456,12 +455,6 @@ class FlashStates:
         """Read ahead for visits to these tiles in this order."""
         rank = {tile.index: place for place, tile in enumerate(self.tiles)}
         self.pipeline.begin(tiles, rank, rotating=RING)
-
-    def where_of(self, tile: Tile) -> str:
-        """Return the parameters in a tile, for messages."""
-        names = [self.params[piece.param].name for piece in tile.pieces]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return "parameters " + ", ".join(names[:3]) + more
 
     @property
     def threads(self) -> int:

@@ -19,7 +19,7 @@ from penstock.checkpoint import unchanged
 from penstock.checkpoint.frames import Decoding
 from penstock.checkpoint.manifest import TensorEntry
 from penstock.checkpoint.reader import OpenCheckpoint
-from penstock.checkpoint.regions import Region
+from penstock.checkpoint.regions import TargetRegion
 from penstock.io.pages import PageRange
 from penstock.swap.state import SuspendableStorage
 
@@ -96,7 +96,7 @@ class Recall:
         assert held.pages is not None
         file, offset, begin, encoded = self._places[held]
         if encoded is None:
-            region: Region = _Range(held.pages, held.pages.nbytes)
+            region: TargetRegion = _Range(held.pages, held.pages.nbytes)
             offset += begin
         else:
             region = Decoding(encoded, _Range(held.pages, encoded.nbytes, begin))
@@ -107,7 +107,7 @@ class Recall:
         self._opened.close()
 
 
-class _Range(Region):
+class _Range(TargetRegion):
     """A tensor's bytes, of which only those in some pages are written."""
 
     def __init__(self, pages: PageRange, nbytes: int, begin: int = 0) -> None:
