@@ -134,7 +134,8 @@ def test_trap_23_a_read_that_fails_names_slot_file_and_offset(session_for):
             with pytest.raises(RestoreError, match=r"cannot restore .*#\d .*/the/file") as caught:
                 loss.backward()
             assert "offset 28672" in str(caught.value)
-            assert caught.value.__cause__ is error
+            cause = caught.value.__cause__  # each waiter has one of its own, see ``renewed``
+            assert (type(cause), cause.args, vars(cause)) == (type(error), error.args, vars(error))
             failed += 1
             del loss, caught
             error.__traceback__ = None  # its frames hold the graph
