@@ -137,8 +137,7 @@ def test_trap_23_a_read_that_fails_names_slot_file_and_offset(session_for):
             cause = caught.value.__cause__  # each waiter has one of its own, see ``renewed``
             assert (type(cause), cause.args, vars(cause)) == (type(error), error.args, vars(error))
             failed += 1
-            del loss, caught
-            error.__traceback__ = None  # its frames hold the graph
+            del loss, caught, cause  # whose frames hold the graph
             flush_engine()
             assert_nothing_held(session)
     assert failed == total
