@@ -1,4 +1,4 @@
-"""The network of the benchmarks of weights on flash: a decoder in the shape of LLaMA, with random weights."""
+"""The network of the benchmarks of weights on flash: a decoder in the shape of LLaMA."""
 
 from typing import NamedTuple
 

@@ -2,7 +2,7 @@
 
 Each side is a process of its own, in a control group that limits all of its memory, page cache included
 (version 1 of control groups; without them the limit is not set, and the result says so). Sides take turns,
-round by round. What is trained is a decoder in the shape of LLaMA with random bfloat16 weights:
+round by round. What is trained is a decoder in the shape of LLaMA with random weights:
 
 * ``full``: all weights trained by ``FlashAdamW`` in backward, states in int8;
 * ``lora``: adapters on a frozen base;
@@ -52,7 +52,7 @@ def main():
     figures = {"rounds": rounds, **compared(rounds)}
     print(json.dumps(compared(rounds), indent=2))
     if args.into:
-        config = {key: getattr(args, key) for key in ("shape", "mode", "tokens", "memory", "rounds")}
+        config = {key: getattr(args, key) for key in ("shape", "mode", "dtype", "tokens", "memory", "rounds")}
         config |= {"weights_memory": args.weights_memory, "steps": args.steps}
         name = f"weights_{args.mode}_{args.shape}"
         _results.write(name, figures, config, directory=args.dir, into=args.into)
@@ -63,6 +63,7 @@ def parse():
     parser.add_argument("--dir", default="/var/tmp")
     parser.add_argument("--shape", default="350M", choices=_weights_model.SHAPES)
     parser.add_argument("--mode", default="full", choices=("full", "lora", "prefill", "decode"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
@@ -141,11 +142,11 @@ def child(job):
     shape = _weights_model.SHAPES[job["shape"]]
     if job["side"] == "flash":
         with penstock.built_on_flash(job["dir"]):
-            model = _weights_model.Decoder(shape)
+            model = _weights_model.Decoder(shape, getattr(torch, job["dtype"]))
     elif job["side"] == "mapped":
-        model = mapped(shape, job["dir"])
+        model = mapped(shape, job["dir"], getattr(torch, job["dtype"]))
     else:
-        model = _weights_model.Decoder(shape)
+        model = _weights_model.Decoder(shape, getattr(torch, job["dtype"]))
     built_s = time.perf_counter() - begun
     if job["mode"] == "lora":
         _weights_model.adapt(model)
@@ -219,11 +220,10 @@ def counters():
     return int(lines["read_bytes"]), int(lines["write_bytes"])
 
 
-def mapped(shape, directory):
+def mapped(shape, directory, dtype):
     """A decoder whose parameters are mapped files."""
     with torch.device("meta"):
-        model = _weights_model.Decoder(shape)
-    model.to_empty(device="meta")
+        model = _weights_model.Decoder(shape, dtype)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             with tempfile.NamedTemporaryFile(dir=directory) as file:
