@@ -21,7 +21,7 @@ from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
-from penstock.observe.clients import close_account, open_account
+from penstock.observe.clients import WEIGHTS, close_account, open_account
 from penstock.observe.counters import REFUSED, SESSION
 from penstock.observe.recorder import Recorder
 from penstock.observe.suggestion import Suggestion
@@ -278,7 +278,7 @@ class Session:
         from penstock.weights.streamer import WeightStreamer  # noqa: PLC0415
 
         account = Account(
-            self._weights_bytes, name="weights", parent=host_account(), owner="weights"
+            self._weights_bytes, name=WEIGHTS, parent=host_account(), owner=WEIGHTS
         )
         self._accounts.append(account)
         files = WeightFiles(config.directories)

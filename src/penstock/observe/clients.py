@@ -19,6 +19,7 @@ from penstock.observe.recorder import Recorder
 
 OPTIMIZER: Final = "optimizer"
 GRADIENTS: Final = "gradients"
+WEIGHTS: Final = "weights"
 CHECKPOINTS: Final = "checkpoints"
 SUSPENDED: Final = "suspended"
 DATA: Final = "data"
@@ -29,6 +30,7 @@ ON_FLASH: Final[Mapping[str, str]] = MappingProxyType(
         "flash": "activations",
         OPTIMIZER: "optimizer states",
         GRADIENTS: "gradients",
+        WEIGHTS: "weights",
         CHECKPOINTS: "checkpoints",
         SUSPENDED: "suspended jobs",
         DATA: "data sets",

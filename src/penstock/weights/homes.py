@@ -25,7 +25,7 @@ from penstock.core.units import format_bytes, round_up
 from penstock.homed import settle
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import advise_random, map_files, memory_at
-from penstock.observe.clients import ClientRecorder
+from penstock.observe.clients import WEIGHTS, ClientRecorder
 from penstock.store.arena import Arena
 from penstock.store.base import Ticket
 from penstock.store.blob import UNIT_BYTES, ReservedPlace, ReservedTier, StrPath
@@ -34,8 +34,6 @@ from penstock.store.pool import Block
 from penstock.store.window import TransferWindow
 from penstock.weights.resting import RestingParameter
 
-WEIGHTS = "weights"
-"""Name of the tier in errors and traces, and of the owner of memory in the account."""
 SLAB_BYTES = 1 << 30
 """Length of the files that homes are cut from while a model is built, whose size is not known."""
 _REMEDY = ", and load the weights again"

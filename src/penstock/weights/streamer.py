@@ -38,10 +38,11 @@ from penstock.core.locks import condition, defer
 from penstock.core.units import MIB, format_bytes
 from penstock.homed import home_of
 from penstock.io.engine import Priority, Transfer
+from penstock.observe.clients import WEIGHTS
 from penstock.runtime.movers import memory_for
 from penstock.store.account import Account
 from penstock.store.pool import Block
-from penstock.weights.homes import WEIGHTS, Home, show, view_like
+from penstock.weights.homes import Home, show, view_like
 from penstock.weights.order import UseOrder
 from penstock.weights.references import WeightReference
 from penstock.weights.resting import RestingParameter
