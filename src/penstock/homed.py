@@ -51,3 +51,8 @@ def home_of(tensor: Tensor) -> HomedWeight | None:
 def settle(tensor: Tensor, home: HomedWeight) -> None:
     """Note the home of a parameter for as long as that is alive."""
     _homes[tensor] = home
+
+
+def unsettle(tensor: Tensor) -> None:
+    """Forget the home of a parameter, which is in memory for good."""
+    _homes.pop(tensor, None)

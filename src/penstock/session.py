@@ -197,8 +197,6 @@ class Session:
             self._detach()
             for executor in self.devices.all.values():
                 executor.close()
-            if self._weights is not None:
-                self._weights.close()
             if self.recorder.log is not None:
                 self.recorder.log.conclude(self.summary().to_json())
         finally:
@@ -427,6 +425,8 @@ class Session:
                 stack.callback(self._memory.close)
             for account in self._accounts:
                 stack.callback(account.close)
+            if self._weights is not None:
+                stack.callback(self._weights.close)
             if self._stores is not None:
                 stack.callback(self._stores.close)
             if self.space is not None:

@@ -222,17 +222,19 @@ class ModuleTracker:
         if torch.compiler.is_compiling():  # inside, the compiled region is the place
             return
         stack = self.running
-        place = self._places.get(module)
-        if place is None and not stack.recomputing:
-            place = self._name_new(module)
-        if self.weights is not None:
-            self.weights.enter(module, args)
-        if stack.recomputing or place is None:
+        if stack.recomputing:
+            if self.weights is not None:
+                self.weights.enter(module, args)
             return
+        place = self._places.get(module)
+        if place is None:
+            place = self._name_new(module)
         stack.places.append(place)
         stack.here = place
         stack.outer.append(stack.watched)
         stack.watched = [] if place.kind in self._watch else None
+        if self.weights is not None:  # now, since _leave is called even if this raises
+            self.weights.enter(module, args)
         if self.observer is not None:
             self.observer.enter(module, place, args)
         if not stack.hooked and torch.is_grad_enabled() and not _has_hooks():

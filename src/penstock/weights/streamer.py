@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, Module, Parameter
 
-from penstock.core.errors import BudgetError, ConfigError, PenstockWarning
+from penstock.core.errors import BudgetError, ConfigError, PenstockError, PenstockWarning
 from penstock.core.locks import condition, defer
 from penstock.core.units import MIB, format_bytes
-from penstock.homed import home_of
+from penstock.homed import home_of, unsettle
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.clients import WEIGHTS
 from penstock.runtime.movers import memory_for
@@ -358,29 +358,44 @@ class WeightStreamer:
             )
 
     def close(self) -> None:
-        """Take all weights home, where they rest, and free the memory.
+        """Take all weights home, where they rest, and free the memory. Idempotent.
 
         Raises:
-            TransferError: One could not be written; it and the others stay in memory.
+            TransferError: Some could not be written; they are ordinary parameters in memory now.
         """
         for stay in self._stays:
-            self._finish_read(stay)
+            with suppress(PenstockError):  # a read that nobody waits for any more
+                self._finish_read(stay)
             self._wait_for_write(stay)
             with self._wake:
+                self._failure = None
+                stay.pins = 0
                 if stay.storage is not None and self._is_changed(stay):
                     self._write(stay)
         for stay in self._stays:
-            if stay.writing is not None:
-                stay.writing.wait()
-        for stay in self._stays:
+            self._wait_for_write(stay)
             with self._wake:
-                stay.pins = 0
-                if stay.storage is not None:
-                    self._send_home(stay)
                 stay.home.keeper = None
-                stay.home.rest()
+                if stay.storage is not None and self._is_changed(stay):
+                    self._leave_in_memory(stay)
+                elif stay.storage is not None:
+                    self._send_home(stay)
+                else:
+                    stay.home.rest()
+        failure, self._failure = self._failure, None
+        self._stays.clear()
+        self._by_home.clear()
         self._by_storage.clear()
         self._memory.close()
+        if failure is not None:
+            raise failure
+
+    def _leave_in_memory(self, stay: _Stay) -> None:
+        """Make a weight that cannot be written an ordinary parameter. Under the lock."""
+        parameter = stay.home.parameter
+        if parameter is not None:
+            parameter.__class__ = Parameter
+            unsettle(parameter)
 
     # -- bringing ---------------------------------------------------------------------------------
 
