@@ -52,7 +52,10 @@ def main():
     figures = {"rounds": rounds, **compared(rounds)}
     print(json.dumps(compared(rounds), indent=2))
     if args.into:
-        config = {key: getattr(args, key) for key in ("shape", "mode", "dtype", "tokens", "memory", "rounds")}
+        config = {
+            key: getattr(args, key)
+            for key in ("shape", "mode", "dtype", "tokens", "memory", "rounds")
+        }
         config |= {"weights_memory": args.weights_memory, "steps": args.steps}
         name = f"weights_{args.mode}_{args.shape}"
         _results.write(name, figures, config, directory=args.dir, into=args.into)
@@ -117,7 +120,11 @@ def compared(rounds):
             if isinstance(good[0][key], int | float)
         }
     for side in ("plain", "mapped"):
-        both = [each for each in rounds if all("failed" not in each.get(s, {"failed": 1}) for s in ("flash", side))]
+        both = [
+            each
+            for each in rounds
+            if all("failed" not in each.get(s, {"failed": 1}) for s in ("flash", side))
+        ]
         if both:
             found[f"step over {side}"] = statistics.median(
                 each["flash"]["step_s"] / each[side]["step_s"] for each in both

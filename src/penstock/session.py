@@ -275,9 +275,7 @@ class Session:
         from penstock.weights.model import rest_weights  # noqa: PLC0415
         from penstock.weights.streamer import WeightStreamer  # noqa: PLC0415
 
-        account = Account(
-            self._weights_bytes, name=WEIGHTS, parent=host_account(), owner=WEIGHTS
-        )
+        account = Account(self._weights_bytes, name=WEIGHTS, parent=host_account(), owner=WEIGHTS)
         self._accounts.append(account)
         files = WeightFiles(config.directories)
         rest = partial(rest_weights, files=files, floor_bytes=config.floor_bytes)
