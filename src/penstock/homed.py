@@ -51,3 +51,8 @@ def home_of(tensor: Tensor) -> HomedWeight | None:
 def settle(tensor: Tensor, home: HomedWeight) -> None:
     """Note the home of a parameter for as long as that is alive."""
     _homes[tensor] = home
+
+
+def move_out(tensor: Tensor) -> None:
+    """Note that a parameter has no home any more; memory is its only place."""
+    _homes.pop(tensor, None)
