@@ -39,6 +39,7 @@ EXPORTS = [
     "TransferError",
     "WorkerError",
     "__version__",
+    "built_on_flash",
     "close",
     "offload",
     "resume",

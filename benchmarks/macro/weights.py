@@ -1,16 +1,16 @@
 """Models whose weights rest on flash: time, memory and bytes of a step, beside plain PyTorch.
 
 Each side is a process of its own, in a control group that limits all of its memory, page cache included
-(version 1 of control groups; without them the limit is not set, and the result says so). Sides take turns,
-round by round. What is trained is a decoder in the shape of LLaMA with random weights:
+(version 1 of control groups; without them the limit is not set, and the result says so). Sides take
+turns, round by round. What is trained is a decoder in the shape of LLaMA with random weights:
 
 * ``full``: all weights trained by ``FlashAdamW`` in backward, states in int8;
 * ``lora``: adapters on a frozen base;
 * ``prefill``: a forward over all tokens without gradients;
 * ``decode``: a forward over a single token.
 
-``flash`` streams the weights; ``plain`` has them in memory; ``mapped`` has them in mapped files, which the
-kernel pages. ``raw`` only reads the bytes that a step of ``flash`` reads, through the same engine.
+``flash`` streams the weights; ``plain`` has them in memory; ``mapped`` has them in mapped files, which
+the kernel pages. ``raw`` only reads the bytes that a step of ``flash`` reads, through the same engine.
 
     python benchmarks/macro/weights.py --dir /nvme/scratch --shape 774M --mode full --tokens 1024
 """

@@ -35,6 +35,7 @@ from penstock.core.errors import (
 if TYPE_CHECKING:
     from penstock.api import Session, close, offload
     from penstock.swap.suspend import Suspended, resume, suspend
+    from penstock.weights.build import built_on_flash
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,7 @@ __all__ = [
     "TransferError",
     "WorkerError",
     "__version__",
+    "built_on_flash",
     "close",
     "offload",
     "resume",
@@ -73,6 +75,7 @@ __all__ = [
 ]
 _LAZY = {
     **dict.fromkeys(("Session", "close", "offload"), "penstock.api"),
+    "built_on_flash": "penstock.weights.build",
     **dict.fromkeys(("Suspended", "resume", "suspend"), "penstock.swap.suspend"),
 }
 

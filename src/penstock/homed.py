@@ -53,6 +53,6 @@ def settle(tensor: Tensor, home: HomedWeight) -> None:
     _homes[tensor] = home
 
 
-def unsettle(tensor: Tensor) -> None:
-    """Forget the home of a parameter, which is in memory for good."""
+def move_out(tensor: Tensor) -> None:
+    """Note that a parameter has no home any more; memory is its only place."""
     _homes.pop(tensor, None)

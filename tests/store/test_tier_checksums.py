@@ -1,5 +1,7 @@
 """What checksums find: every byte if full, every block if sampled, and what they cost in reading."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -77,3 +79,18 @@ def test_sampled_looks_at_every_place_in_a_block():
 
 def test_off_is_no_checksum():
     assert checksums.sum_of("off", MEMORY.ctypes.data, 8) is None
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(["full", "sampled", "off"]),
+    nbytes=st.integers(1, LONG),
+    cuts=st.lists(st.integers(0, LONG // BLOCK_BYTES), max_size=6),
+)
+def test_a_checksum_of_pieces_is_that_of_the_whole(kind, nbytes, cuts):
+    address = MEMORY.ctypes.data
+    running = checksums.RunningSum(kind, nbytes)
+    places = sorted({0, nbytes, *(min(nbytes, cut * BLOCK_BYTES) for cut in cuts)})
+    for start, end in itertools.pairwise(places):
+        running.add(address + start, end - start)
+    assert running.result() == checksums.sum_of(kind, address, nbytes)

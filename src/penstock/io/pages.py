@@ -18,6 +18,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from penstock.core.errors import TransferError, transfer_error
 from penstock.core.units import round_down, round_up
 from penstock.io.mapping import HUGE_PAGE_BYTES, MADV_POPULATE_WRITE, PAGE_BYTES
@@ -31,6 +33,9 @@ _THRESHOLDS: Final = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1
 _RETURNED_BYTES: Final = 1 << 20
 _MAPS: Final = "/proc/self/maps"
 _ANONYMOUS: Final = ("", "[heap]")
+_PAGEMAP: Final = "/proc/self/pagemap"
+_ENTRY_BYTES: Final = 8
+_PRESENT_OR_SWAPPED: Final = np.uint64(3 << 62)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -100,6 +105,24 @@ class PrivateMemory:
         """Return True if all of these pages are such memory."""
         i = bisect.bisect_right(self._starts, pages.address) - 1
         return i >= 0 and pages.address + pages.nbytes <= self._ends[i]
+
+
+def is_untouched(pages: PageRange) -> bool:
+    """Return whether none of some pages of private memory was touched, so that all of them are zeros.
+
+    Returns False if the kernel does not tell. For memory of files the answer means nothing.
+    """
+    count = pages.nbytes // PAGE_BYTES
+    try:
+        fd = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.pread(fd, _ENTRY_BYTES * count, pages.address // PAGE_BYTES * _ENTRY_BYTES)
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+    entries = np.frombuffer(data, np.uint64)
+    return len(entries) == count and not (entries & _PRESENT_OR_SWAPPED).any()
 
 
 def free_pages(pages: PageRange) -> None:

@@ -63,3 +63,45 @@ def mismatch(expected: Sum, address: int, nbytes: int) -> int | None:
     kind, wanted = expected
     found = sum_of(kind, address, nbytes)
     return None if found is None or found[1] == wanted else found[1]
+
+
+class RunningSum:
+    """Checksum of bytes that come in pieces; equal to ``sum_of`` of all of them."""
+
+    def __init__(self, kind: Kind, nbytes: int) -> None:
+        """Begin with the first byte of ``nbytes``."""
+        self._kind = kind
+        self._nbytes = nbytes
+        self._done = 0
+        self._digest = xxhash.xxh3_64()
+        self._is_whole = kind == "full" or nbytes <= WHOLE_BYTES
+        self._count = 0 if self._is_whole else (nbytes - LINE_BYTES) // STRIDE_BYTES + 1
+        self._last = bytearray()
+
+    def add(self, address: int, nbytes: int) -> None:
+        """Add the next bytes, in live memory; all pieces but the last are multiples of 4 KiB."""
+        begin, self._done = self._done, self._done + nbytes
+        if self._kind == "off" or not nbytes:
+            return
+        memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+        if self._is_whole:
+            self._digest.update(memory)
+            return
+        first = -(
+            -begin // STRIDE_BYTES
+        )  # lines begin at multiples of 64 bytes: none crosses a piece
+        count = min(self._count, -(-self._done // STRIDE_BYTES)) - first
+        if count > 0:
+            start = first * STRIDE_BYTES - begin
+            lines = np.ndarray((count,), f"V{LINE_BYTES}", memory, start, (STRIDE_BYTES,))
+            self._digest.update(lines.copy().data)
+        self._last = (self._last + memory[-LINE_BYTES:])[-LINE_BYTES:]
+
+    def result(self) -> Sum | None:
+        """Return the checksum of what was added; None if it is off."""
+        assert self._done == self._nbytes, "bytes are missing"
+        if self._kind == "off":
+            return None
+        self._digest.update(self._last)
+        self._last = bytearray()
+        return self._kind, self._digest.intdigest()

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,15 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, NoSpaceError
 from penstock.core.units import format_bytes, round_up
 from penstock.homed import settle
 from penstock.io.engine import Priority, Transfer
+from penstock.io.files import DirectFile
 from penstock.io.mapping import advise_random, map_files, memory_at
 from penstock.observe.clients import WEIGHTS, ClientRecorder
 from penstock.store.arena import Arena
 from penstock.store.base import Ticket
-from penstock.store.blob import UNIT_BYTES, ReservedPlace, ReservedTier, StrPath
+from penstock.store.blob import UNIT_BYTES, ReservedPlace, ReservedTier, StrPath, part_bytes
+from penstock.store.checksums import Sum
 from penstock.store.engine import shared_engine
 from penstock.store.pool import Block
 from penstock.store.window import TransferWindow
@@ -113,6 +116,14 @@ class Home:
         parameter = self._param()
         if parameter is not None:
             show(parameter, self.resting, RestingParameter)
+
+    def rename(self, name: str) -> None:
+        """Set the name in messages, which is not known yet while a model is built."""
+        self.name = self.ticket.label = name
+
+    def filled(self, checksum: Sum | None) -> None:
+        """Note that the place was filled with other values; None: their checksum is not known."""
+        self.ticket.nbytes, self.ticket.checksum = self.nbytes, checksum
 
     def written_from(self, address: int, keep_alive: object) -> Transfer:
         """Begin to write the weight home from memory that nobody changes meanwhile.
@@ -205,6 +216,53 @@ class WeightFiles:
             remedy=_REMEDY,
             allow_memory_filesystem=allow_memory_filesystem,
         )
+        self._slab: tuple[DirectFile, ...] = ()
+        self._slab_bytes = 0
+        self._cut_bytes = 0
+
+    def cut(self, nbytes: int, name: str) -> ReservedPlace:
+        """Cut a new place, which reads as zeros, from a slab; ``trim`` frees what is left of the last.
+
+        Args:
+            nbytes: Most bytes that it will hold.
+            name: Name of the weight, for the error.
+
+        Raises:
+            NoSpaceError: There is no room for it.
+            TransferError: A file cannot be made.
+        """
+        directories = len(self.tier.directories)
+        part = part_bytes(nbytes, directories)
+        if self._cut_bytes + part > self._slab_bytes:
+            self.trim()
+            self._slab, self._slab_bytes = self._new_slab(part, name)
+        place = ReservedPlace(self._slab, self._cut_bytes)
+        self._cut_bytes += part
+        return place
+
+    def _new_slab(self, part: int, name: str) -> tuple[tuple[DirectFile, ...], int]:
+        def advice(needed: int, free: int) -> str:
+            return (
+                f"{format_bytes(self.tier.held_bytes)} of weights are in files already, and there is no"
+                f" room for {name}: free some space, or name another directory"
+            )
+
+        directories = len(self.tier.directories)
+        for length in (max(SLAB_BYTES, part), part):
+            try:
+                (place,) = self.tier.reserve([length * directories], file_name=None, advice=advice)
+            except NoSpaceError:
+                if length == part:
+                    raise
+            else:
+                return place.files, length
+        raise AssertionError("the second try raises")
+
+    def trim(self) -> None:
+        """Free the space that is left of the slab."""
+        for file in self._slab:
+            os.ftruncate(file.fd, self._cut_bytes)
+        self._slab, self._slab_bytes, self._cut_bytes = (), 0, 0
 
     def move_in(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Home]:
         """Move weights from memory to new homes, where they rest; the memory is freed one by one.

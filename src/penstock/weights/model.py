@@ -33,7 +33,10 @@ def rest_weights(model: Module, files: WeightFiles, *, floor_bytes: int) -> list
     homes = {name: home_of(parameter) for name, parameter in found}
     new = [(name, parameter) for name, parameter in found if homes[name] is None]
     moved = {home.name: home for home in files.move_in(new)}
-    return [moved.get(name) or cast(Home, homes[name]) for name, _ in found]
+    ordered = [moved.get(name) or cast(Home, homes[name]) for name, _ in found]
+    for (name, _), home in zip(found, ordered, strict=True):
+        home.rename(name)
+    return ordered
 
 
 def _large(model: Module, floor_bytes: int) -> Iterator[tuple[str, Parameter]]:

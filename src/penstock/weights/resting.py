@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -155,6 +156,9 @@ class RestingParameter(Parameter):
         if id(self) in memo:
             known: Parameter = memo[id(self)]
             return known
+        _home_of(self).touched()
+        if type(self) is not RestingParameter:  # its keeper has brought it
+            return cast(Parameter, deepcopy(self, memo))
         copy = memo[id(self)] = Parameter(self.clone().detach(), self.requires_grad)
         return copy
 

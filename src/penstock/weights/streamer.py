@@ -36,7 +36,7 @@ from torch.nn import Embedding, Module, Parameter
 from penstock.core.errors import BudgetError, ConfigError, PenstockError, PenstockWarning
 from penstock.core.locks import condition, defer
 from penstock.core.units import MIB, format_bytes
-from penstock.homed import home_of, unsettle
+from penstock.homed import home_of, move_out
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.clients import WEIGHTS
 from penstock.runtime.movers import memory_for
@@ -395,7 +395,7 @@ class WeightStreamer:
         parameter = stay.home.parameter
         if parameter is not None:
             parameter.__class__ = Parameter
-            unsettle(parameter)
+            move_out(parameter)
 
     # -- bringing ---------------------------------------------------------------------------------
 

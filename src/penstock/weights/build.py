@@ -1,0 +1,379 @@
+"""Models that are larger than memory, built by their ordinary constructors.
+
+[Note: a model that is being built]
+    A hook of torch's is told of every parameter that a module gets. The parameter stays in its memory
+    for a while, for its initialiser to work there; it is *young*. When there are too many young ones, the
+    oldest get a home, are written there, and rest. Random numbers are drawn by nobody else and in no
+    other order, so the values are those of a model in memory, bit by bit.
+
+    A resting weight that is touched, as by initialisers that run when the whole model is there, is
+    brought to memory and is young again. It is not written through the mapping of its home, which would
+    fill the page cache; only an operation on more weights than can be young does that. Memory that
+    somebody else refers to, as a view, is not taken away; it is looked at again later.
+
+    What an initialiser has not touched, as with ``torch.empty``, has no pages. Nothing is written for it:
+    a new place in a file has zeros, as its memory has.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from penstock.core import knobs
+from penstock.core.errors import ConfigError, PenstockWarning
+from penstock.core.units import MIB, format_bytes, parse_bytes
+from penstock.homed import home_of, move_out
+from penstock.io.engine import Priority
+from penstock.io.pages import is_untouched, whole_pages
+from penstock.observe.clients import WEIGHTS
+from penstock.store.arena import Arena
+from penstock.store.blob import StrPath
+from penstock.store.checksums import RunningSum
+from penstock.weights.homes import (
+    Home,
+    WeightFiles,
+    flat_bytes,
+    is_dense,
+    show,
+    view_like,
+)
+from penstock.weights.pieces import PieceWriter
+
+YOUNG_BYTES: Final = 128 * MIB
+"""Weights that stay in memory for their initialisers, but for a longer one."""
+_NAMED: Final = 3
+"""Weights that a warning names."""
+_use_count: Final = torch._C._storage_Use_Count
+
+
+class _Young:
+    """A young weight; its home is None if it has had none yet."""
+
+    __slots__ = ("home", "name", "nbytes", "parameter")
+
+    def __init__(self, parameter: Parameter, name: str, home: Home | None) -> None:
+        self.parameter = weakref.ref(parameter)
+        self.name = name
+        self.nbytes = parameter.nbytes
+        self.home = home
+
+
+class _Active(threading.local):
+    """Builder of this thread."""
+
+    builder: ModelBuilder | None = None
+
+
+_active: Final = _Active()
+
+
+class ModelBuilder:
+    """Gives homes to the parameters that one thread registers. See [Note: a model that is being built].
+
+    It is the keeper of these homes while the model is built.
+    """
+
+    def __init__(self, directories: StrPath | Sequence[StrPath], floor_bytes: int) -> None:
+        """Check the directories; make no file yet. Raises ConfigError."""
+        self._files = WeightFiles(directories)
+        self._floor_bytes = floor_bytes
+        self._writer = PieceWriter(owner=WEIGHTS)
+        self._young: dict[int, _Young] = {}
+        self._young_bytes = 0
+        self._homes: list[weakref.ref[Home]] = []
+        self._part: list[tuple[weakref.ref[Parameter], str]] = []
+
+    # -- parameters that come ---------------------------------------------------------------------
+
+    def registered(self, module: Module, name: str, parameter: Parameter) -> None:
+        """Handle a parameter that a module gets."""
+        if home_of(parameter) is None:
+            self.add(parameter, f"{type(module).__name__}.{name}")
+
+    def add(self, parameter: Parameter, name: str) -> None:
+        """Let a parameter be young, if it can have a home.
+
+        Raises:
+            NoSpaceError: There is no room for the older ones.
+            TransferError: An older one could not be written.
+        """
+        if self._is_young(parameter) or not _is_large(parameter, self._floor_bytes):
+            return
+        if not _is_whole(parameter):
+            self._part.append((weakref.ref(parameter), name))
+            return
+        self._remember(parameter, _Young(parameter, name, None))
+        self._settle(YOUNG_BYTES, but=parameter)
+
+    def _is_young(self, parameter: Parameter) -> bool:
+        young = self._young.get(id(parameter))
+        return young is not None and young.parameter() is parameter
+
+    def _remember(self, parameter: Parameter, young: _Young) -> None:
+        if id(parameter) in self._young:
+            self._forget(id(parameter))  # of one that is dead
+        self._young[id(parameter)] = young
+        self._young_bytes += young.nbytes
+
+    def _forget(self, key: int) -> _Young:
+        young = self._young.pop(key)
+        self._young_bytes -= young.nbytes
+        return young
+
+    # -- home -------------------------------------------------------------------------------------
+
+    def _settle(self, limit_bytes: int, *, but: Parameter | None = None) -> list[Home]:
+        """Send the oldest home until no more than the limit are young, or the rest cannot go now."""
+        rested = []
+        for key, young in list(self._young.items()):
+            if self._young_bytes <= limit_bytes:
+                break
+            parameter = young.parameter()
+            if parameter is None:
+                self._forget(key)
+            elif parameter is not but and not _is_shared(parameter):
+                home = self._send_home(parameter, young)
+                self._forget(key)
+                if home is not None:
+                    rested.append(home)
+        return rested
+
+    def _send_home(self, parameter: Parameter, young: _Young) -> Home | None:
+        """Begin to write a weight home and let it rest; return None if it cannot have a home."""
+        home = young.home
+        if not _is_large(parameter, 1) or not _is_whole(parameter):  # other memory was assigned
+            move_out(parameter)
+            return None
+        if home is None or not _is_alike(home.resting, parameter):
+            place = self._files.cut(parameter.nbytes, young.name)
+            home = Home(young.name, parameter, self._files.tier, place)
+            home.keeper = self
+            self._homes.append(weakref.ref(home))
+            if _is_untouched(parameter):
+                home.rest()
+                return home
+        flat, done = flat_bytes(parameter), 0
+        running = RunningSum(knobs.verify(), parameter.nbytes)
+
+        def fill(target: NDArray[np.uint8]) -> None:
+            nonlocal done
+            target[:] = flat[done : done + target.nbytes]
+            done += target.nbytes
+
+        self._writer.write(home.place.ranges(home.nbytes), fill, running)
+        home.filled(running.result())
+        home.rest()
+        return home
+
+    # -- for homes --------------------------------------------------------------------------------
+
+    def touched(self, home: Home) -> None:
+        """Bring a weight that somebody works with to memory, where it is young again."""
+        parameter = home.parameter
+        if parameter is None or self._is_young(parameter):
+            return
+        self._writer.finish()
+        nbytes = home.ticket.window.nbytes
+        arena = Arena(nbytes, owner=WEIGHTS)
+        try:
+            block = arena.allocate(nbytes, force=True)
+            assert block is not None, "the arena is as large"
+            read = home.tier.read(
+                home.ticket, block.address, keep_alive=block, priority=Priority.DEMAND
+            )
+            try:
+                read.wait()
+            except BaseException:
+                block.free()
+                raise
+            storage = torch.from_numpy(block.lend(0, home.nbytes)).untyped_storage()
+        finally:
+            arena.close()
+        show(parameter, view_like(storage, home.resting), Parameter)
+        self._remember(parameter, _Young(parameter, home.name, home))
+        if self._young_bytes > 2 * YOUNG_BYTES:  # nothing was changed for a while
+            rested = self._settle(YOUNG_BYTES, but=parameter)
+            self._writer.finish()
+            for each in rested:  # this very operation may change them where they rest
+                each.ticket.checksum = None
+
+    def may_differ(self, home: Home) -> None:
+        """Send older ones home, after an operation that has changed a weight."""
+        parameter = home.parameter
+        if parameter is None or not self._is_young(parameter):
+            home.ticket.checksum = None
+        self._settle(YOUNG_BYTES, but=parameter)
+
+    def hold(self, home: Home) -> None:
+        """See :class:`penstock.homed.HomedWeight`."""
+        self.touched(home)
+
+    def let_go(self, home: Home, *, changed: bool) -> None:
+        """See :class:`penstock.homed.HomedWeight`."""
+        if changed:
+            self.may_differ(home)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Send all home, and free the space that was not needed.
+
+        Raises:
+            NoSpaceError: There is no room for the last ones.
+            TransferError: One could not be written.
+        """
+        self._settle(0)
+        self._writer.finish()
+        self._files.trim()
+        self._warn()
+
+    def _warn(self) -> None:
+        left = [(young.parameter, young.name) for young in self._young.values()] + self._part
+        alive = {name: each.nbytes for ref, name in left if (each := ref()) is not None}
+        if alive:
+            names = ", ".join(list(alive)[:_NAMED]) + (", ..." if len(alive) > _NAMED else "")
+            warnings.warn(
+                f"{format_bytes(sum(alive.values()))} of weights stay in memory, because other tensors"
+                f" share it: {names}",
+                PenstockWarning,
+                stacklevel=5,
+            )
+
+    def close(self) -> None:
+        """End; what has a home rests there, and what has none is in memory."""
+        self._writer.close()
+        for young in self._young.values():
+            parameter = young.parameter()
+            if parameter is not None:
+                move_out(parameter)  # if it has a home, its values are older
+        for each in self._homes:
+            home = each()
+            if home is not None:
+                home.keeper = None
+
+
+@contextmanager
+def built_on_flash(
+    directory: StrPath | Sequence[StrPath], floor: int | str | None = None
+) -> Iterator[None]:
+    """Let the parameters of models that are constructed in a ``with`` block rest in files.
+
+    The model may be larger than memory: about 256 MiB of it are in memory at a time, and its largest
+    parameter. It has the values that it would have without the block, bit by bit, for the same seeds.
+    After the block every parameter reads its file when it is used, whoever uses it; to train or to
+    infer at speed give the model to ``penstock.offload(model, weights="flash", ...)``, which keeps the
+    files. They have no names, and are gone with the model.
+
+    Buffers, parameters on other devices, parameters below ``floor``, and those whose memory is shared
+    with other tensors stay in memory; a warning names the last. The block is for the thread that enters
+    it: what others construct stays in memory.
+
+    Args:
+        directory: Directory on flash, or several to spread each parameter over.
+        floor: Least size of a parameter that rests in a file, in bytes or as ``"1MiB"``; None: the knob
+            ``PENSTOCK_FLOOR``.
+
+    Raises:
+        ConfigError: A directory is missing, not writable or in memory, or the block is inside another.
+        NoSpaceError: The directory has no room for the next parameter; raised where that is constructed.
+        TransferError: A parameter could not be written; the model is not usable.
+    """
+    if _active.builder is not None:
+        raise ConfigError(
+            "built_on_flash is used inside another one: one block builds a whole model"
+        )
+    floor_bytes = knobs.floor_bytes() if floor is None else parse_bytes(floor, what="floor")
+    builder = ModelBuilder(directory, max(1, floor_bytes))
+
+    def registered(module: Module, name: str, parameter: Parameter | None) -> None:
+        if parameter is not None and _active.builder is builder:
+            builder.registered(module, name, parameter)
+
+    hook = register_module_parameter_registration_hook(registered)
+    _active.builder = builder
+    try:
+        with _copies_noticed():
+            yield
+        builder.finish()
+    finally:
+        _active.builder = None
+        hook.remove()
+        builder.close()
+
+
+@contextmanager
+def _copies_noticed() -> Iterator[None]:
+    """Let deep copies of young parameters be young: no module registers them before all are there."""
+    plain = Parameter.__deepcopy__
+
+    def noticed(self: Parameter, memo: dict[int, Any]) -> Parameter:
+        copy: Parameter = plain(self, memo)  # type: ignore[no-untyped-call]
+        if _active.builder is not None:
+            _active.builder.add(copy, "a deep copy")
+        return copy
+
+    Parameter.__deepcopy__ = noticed  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Parameter.__deepcopy__ = plain  # type: ignore[method-assign]
+
+
+def _is_large(parameter: Parameter, floor_bytes: int) -> bool:
+    """Return whether a parameter is one that could rest in a file."""
+    if type(parameter) is not Parameter or parameter.device.type != "cpu":
+        return False
+    return parameter.layout == torch.strided and parameter.nbytes >= floor_bytes
+
+
+def _is_whole(parameter: Parameter) -> bool:
+    """Return whether a parameter is all of its memory."""
+    storage = parameter.untyped_storage()
+    starts_there = parameter.storage_offset() == 0 and storage.nbytes() == parameter.nbytes
+    return starts_there and is_dense(parameter)
+
+
+def _uses(parameter: Tensor) -> int:
+    return int(_use_count(parameter.untyped_storage()._cdata))
+
+
+_OWN_USES: Final = _uses(torch.empty(0))
+"""Use count of memory to which one tensor refers."""
+
+
+def _is_shared(parameter: Parameter) -> bool:
+    """Return whether anything else refers to a parameter's memory."""
+    return _uses(parameter) > _OWN_USES
+
+
+def _is_alike(first: Tensor, second: Tensor) -> bool:
+    return (
+        first.shape == second.shape
+        and first.stride() == second.stride()
+        and first.dtype == second.dtype
+    )
+
+
+def _is_untouched(parameter: Parameter) -> bool:
+    """Return whether a parameter's memory is as it was allocated, and zero."""
+    storage = parameter.untyped_storage()
+    if not storage.resizable() or storage.is_shared():  # may be a file's
+        return False
+    pages = whole_pages(storage.data_ptr(), storage.nbytes())
+    if not pages.nbytes or not is_untouched(pages):
+        return False
+    flat = flat_bytes(parameter)
+    begin = pages.address - storage.data_ptr()
+    return not flat[:begin].any() and not flat[begin + pages.nbytes :].any()
