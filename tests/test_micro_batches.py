@@ -134,7 +134,9 @@ def test_another_order_of_micro_batches_has_other_gradients():
     text_loop(model, *batch, 4)
     expected = gradients(model)
     for part in reversed(range(4)):
-        (loss_of(model(batch[0].tensor_split(4)[part]), batch[1].tensor_split(4)[part]) / 4).backward()
+        (
+            loss_of(model(batch[0].tensor_split(4)[part]), batch[1].tensor_split(4)[part]) / 4
+        ).backward()
     other = gradients(model)
     assert not all(torch.equal(other[name], expected[name]) for name in expected)
 
@@ -245,7 +247,10 @@ def test_tuples_and_dicts_pass_from_block_to_block():
         Residual(),
         lambda state: state["x"].square().mean() + (state["rest"][0] * state["rest"][1]).mean(),
     ]
-    model, batch = dense(*blocks[1:4]), (torch.randn(24, 24), [torch.randn(24, 24), torch.randn(24, 1)])
+    model, batch = (
+        dense(*blocks[1:4]),
+        (torch.randn(24, 24), [torch.randn(24, 24), torch.randn(24, 1)]),
+    )
     for part in range(8):
         x, a, b = (each.tensor_split(8)[part] for each in (batch[0], *batch[1]))
         (functools.reduce(lambda x, block: block(x), blocks, (x, [a, b])) / 8).backward()
@@ -267,9 +272,8 @@ def test_the_batch_may_need_gradients_too_and_so_may_keywords():
     batch = torch.randn(24, 24, requires_grad=True)
     given = torch.randn(24, 24, requires_grad=True)
     for x, c in zip((batch * 2).tensor_split(8), (given * 3).tensor_split(8), strict=True):
-        for block in model:
-            x = block(x, given=c) if isinstance(block, Conditioned) else block(x)
-        (x.square().mean() / 8).backward(retain_graph=True)
+        y = model[2](model[1](model[0](x, given=c)), given=c)
+        (model[3](y, given=c).square().mean() / 8).backward(retain_graph=True)
     expected = gradients(model) | {"batch": batch.grad, "given": given.grad}
     batch.grad = given.grad = None
     vertical([*model, squared], batch * 2, 8, given=given * 3)
@@ -512,7 +516,7 @@ def test_the_outputs_may_be_changed_in_place():
     expected = gradients(model)
     losses = micro_batched([*model, squared], batch, parts=8)
     for loss in losses:
-        loss /= 8
+        loss.div_(8)
     torch.stack(losses).sum().backward()
     assert_equal(gradients(model), expected)
 
@@ -589,6 +593,11 @@ def test_an_optimizer_that_updates_in_backward(tmp_path):
 def test_what_cannot_be_cut_is_refused(batch, keywords, message):
     with pytest.raises(ConfigError, match=message):
         micro_batched([nn.Identity(), nn.ReLU()], batch, **keywords)
+
+
+def test_no_blocks_are_refused():
+    with pytest.raises(ConfigError, match="no block"):
+        micro_batched([], torch.randn(4, 2), parts=2)
 
 
 def test_gradients_of_gradients_are_refused():

@@ -22,6 +22,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice, repeat
 from typing import Any, Final
 
 import torch
@@ -67,7 +68,7 @@ def micro_batched(
       does. ``create_graph`` is refused.
     - ``DistributedDataParallel`` is not called, so it reduces nothing.
 
-    The order is that of GreedySnake (Yikang Yue et al., arXiv 2512.17570).
+    The order is that of GreedySnake (arXiv 2512.17570).
 
     Args:
         blocks: Modules (a ``Sequential``, a ``ModuleList``) or functions. Each is called with what the
@@ -86,11 +87,14 @@ def micro_batched(
         What the last block returned for each micro-batch, in the order of the batch.
 
     Raises:
-        ConfigError: The batch cannot be cut into so many parts; no block takes one of the keywords;
-            a block uses what another one computed and did not return; a weight that several blocks use
-            has a hook on its gradient, which would see a part of it; or ``create_graph`` was asked for.
+        ConfigError: There is no block; the batch cannot be cut into so many parts; no block takes one of
+            the keywords; a block uses what another one computed and did not return; a weight that
+            several blocks use has a hook on its gradient, which would see a part of it; or
+            ``create_graph`` was asked for.
     """
     stack = list(blocks)
+    if not stack:
+        raise ConfigError("micro_batched: there is no block")
     taken = [_taken(block, keywords) for block in stack]
     for name in set(keywords).difference(*taken):
         raise ConfigError(
@@ -135,7 +139,7 @@ class _Enter(torch.autograd.Function):
         return tuple(each.detach() for each in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.arrived[:] = gradients
         return (None, None, *(None for _ in gradients))
 
@@ -153,10 +157,13 @@ class _Join(torch.autograd.Function):
         return tuple(each.detach() for each in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # type: ignore[override]
-        _ = ctx.saved_tensors  # a second backward fails; a session sees a backward around the blocks'
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        # A second backward fails here; and a session notes a backward that is around those of the blocks.
+        _ = ctx.saved_tensors
         if torch.is_grad_enabled():
-            raise ConfigError("micro_batched: gradients of gradients (create_graph) are not supported")
+            raise ConfigError(
+                "micro_batched: gradients of gradients (create_graph) are not supported"
+            )
         return (None, None, None, *ctx.passes.backward(gradients))
 
 
@@ -175,6 +182,12 @@ class _BlockGraph:
         self.arrived: list[Tensor | None] = []
         self.edges: list[GradientEdge] = []
         self.first = 0
+
+    def take(self) -> list[Tensor | None]:
+        """Return the gradients of what entered the block, and forget them."""
+        gradients = self.arrived[:]
+        self.arrived[:] = [None] * len(gradients)
+        return gradients
 
     def leaves(self, since: int) -> Iterator[Any]:
         """Yield the nodes of the graph that other graphs may share: leaves, and casts of leaves.
@@ -216,7 +229,9 @@ class _Passes:
         tensors = _differentiable(state)
         if not tensors:
             return state
-        entered = _Enter.apply(graph.arrived, self._anchor, *(each.detach() for each in tensors))
+        graph.arrived += [None] * len(tensors)
+        detached = [each.detach() for each in tensors]
+        entered = _Enter.apply(graph.arrived, self._anchor, *detached)  # type: ignore[no-untyped-call]
         new = dict(zip(map(id, tensors), entered, strict=True))
         leaves, spec = tree_flatten(state)
         return tree_unflatten([new.get(id(leaf), leaf) for leaf in leaves], spec)
@@ -245,7 +260,7 @@ class _Passes:
         if not flat:
             return outputs
         inputs = [each for tensors in entering for each in tensors]
-        joined = _Join.apply(self, flat, self._anchor, *inputs)
+        joined = _Join.apply(self, flat, self._anchor, *inputs)  # type: ignore[no-untyped-call]
         new = dict(zip(map(id, flat), joined, strict=True))
         return [tree_map(lambda leaf: new.get(id(leaf), leaf), each) for each in outputs]
 
@@ -253,29 +268,24 @@ class _Passes:
         """Backpropagate all graphs; return the gradients of what entered the first block."""
         keep = _keeps_graph()
         rest = iter(gradients)
-        flowing = [[next(rest) for _ in range(count)] for count in self._counts]
+        flowing = [
+            [*islice(rest, count), *repeat(None, len(graph.edges) - count)]  # keywords end here
+            for count, graph in zip(self._counts, self._graphs[-1], strict=True)
+        ]
         pending: dict[tuple[Any, int], Tensor] = {}
         for block in reversed(range(len(self._graphs))):
             shared = [node for node, users in self._users.items() if block in users]
             above = [node for node in shared if block > min(self._users[node])]
             for part, graph in enumerate(self._graphs[block]):
-                roots = [
-                    (edge, gradient)
-                    for edge, gradient in zip(graph.edges, flowing[part], strict=False)
-                    if gradient is not None
-                ]
-                flowing[part] = []
-                for node in shared:
-                    if (gradient := pending.pop((node, part), None)) is not None:
-                        roots.append((GradientEdge(node, 0), gradient))
-                if roots:
-                    edges, given = zip(*roots, strict=True)
-                    del roots
+                given = [*flowing[part], *(pending.pop((node, part), None) for node in shared)]
+                edges = [*graph.edges, *(GradientEdge(node, 0) for node in shared)]
+                edges = [edge for edge, each in zip(edges, given, strict=True) if each is not None]
+                if edges:
                     with _intercepted(above, part, pending):
-                        torch.autograd.backward(edges, given, retain_graph=keep)
-                    del edges, given
-                flowing[part] = graph.arrived[:]
-                graph.arrived.clear()
+                        torch.autograd.backward(
+                            edges, [each for each in given if each is not None], retain_graph=keep
+                        )
+                flowing[part] = graph.take()
                 if not keep:
                     graph.edges = []
         return [each for found in flowing for each in found]
@@ -363,11 +373,13 @@ def _cut(batch: Any, keywords: Mapping[str, Any], parts: int) -> list[Any]:
     if len(sizes) != 1 or sizes[0] < 0:
         shapes = ", ".join(str(tuple(each.shape)) for each in tensors) or "none"
         raise ConfigError(
-            f"micro_batched: tensors of the batch must have one size in dimension 0; their shapes: {shapes}"
+            f"micro_batched: tensors of the batch must have one size in dimension 0; their shapes:"
+            f" {shapes}"
         )
     if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= sizes[0]:
         raise ConfigError(
-            f"micro_batched: parts is {parts!r}, but must be a number from 1 to the batch's size, {sizes[0]}"
+            f"micro_batched: parts is {parts!r}, but must be a number from 1 to the batch's size,"
+            f" {sizes[0]}"
         )
     cut = {id(each): each.tensor_split(parts) for each in tensors}
     return [
