@@ -488,6 +488,16 @@ def test_a_second_backward_is_refused_unless_the_graph_was_retained():
         total.backward()
 
 
+def test_backwards_of_micro_batches_one_by_one_add_up():
+    model, batch = dense(), torch.randn(24, 24)
+    loop([*model, squared], batch, 8)
+    expected = gradients(model)
+    losses = micro_batched([*model, squared], batch, parts=8)
+    for loss in losses:
+        (loss / 8).backward(retain_graph=True)
+    assert_equal(gradients(model), expected)
+
+
 def test_an_error_in_backward_is_the_blocks_own_and_leaves_no_hook_behind():
     class Failing(torch.autograd.Function):
         @staticmethod
