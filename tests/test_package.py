@@ -41,6 +41,7 @@ EXPORTS = [
     "__version__",
     "built_on_flash",
     "close",
+    "micro_batched",
     "offload",
     "resume",
     "suspend",

@@ -34,6 +34,7 @@ from penstock.core.errors import (
 
 if TYPE_CHECKING:
     from penstock.api import Session, close, offload
+    from penstock.micro_batches import micro_batched
     from penstock.swap.suspend import Suspended, resume, suspend
     from penstock.weights.build import built_on_flash
 
@@ -69,6 +70,7 @@ __all__ = [
     "__version__",
     "built_on_flash",
     "close",
+    "micro_batched",
     "offload",
     "resume",
     "suspend",
@@ -76,6 +78,7 @@ __all__ = [
 _LAZY = {
     **dict.fromkeys(("Session", "close", "offload"), "penstock.api"),
     "built_on_flash": "penstock.weights.build",
+    "micro_batched": "penstock.micro_batches",
     **dict.fromkeys(("Suspended", "resume", "suspend"), "penstock.swap.suspend"),
 }
 
