@@ -34,9 +34,12 @@ from penstock.plan.weights import (
 
 Policy = Callable[[Profile, Machine, Budgets], Plan]
 ENGINE_BYTES: Final = 48 * MIB
-"""Memory of the buffers that reads and writes of weights pass through."""
-_SHARES: Final = 8
-"""Shares of weights, and of records, that are tried."""
+"""Host memory of the buffers that reads and writes of weights pass through."""
+_SHARES: Final = 16
+"""Shares of weights that are tried."""
+_RECORD_SHARES: Final = 4
+"""Shares of records that are tried."""
+_AMPLE_BYTES: Final = 1 << 60
 _AHEAD: Final = (0, 2, 8)
 """Largest modules that the window holds beyond the least."""
 _SAVED: Final = (0.0, 0.5, 1.0)
@@ -215,6 +218,7 @@ class StepPlanner:
         machine: Machine,
         *,
         policy: Policy,
+        least_policy: Policy | None = None,
         ring_bytes: int = 0,
         host_bytes: int = 0,
         flash_bytes: int | None = None,
@@ -226,7 +230,10 @@ class StepPlanner:
             weights: Its weights, whose uses refer to these operators.
             machine: The machine.
             policy: Policy for saved tensors.
-            ring_bytes: Memory of the buffers that the optimizer's records pass through.
+            least_policy: A policy that needs no more memory and is quicker, to find the least budget of
+                saved tensors; None: ``policy``.
+            ring_bytes: Memory of the buffers that weights and records pass through (``ENGINE_BYTES``, and
+                the optimizer's ring).
             host_bytes: Host memory for saved tensors, beyond ``device_bytes``; 0 on a CPU.
             flash_bytes: Room on flash for everything; None: as much as is needed.
 
@@ -244,7 +251,8 @@ class StepPlanner:
         self._weights = tuple(weights)
         self._machine = machine
         self._policy = policy
-        self._rings = ENGINE_BYTES + (ring_bytes if any(w.updated for w in weights) else 0)
+        self._least_policy = least_policy or policy
+        self._rings = ring_bytes
         self.home_bytes = sum(one.read_bytes for one in weights)
         self.record_bytes = sum(one.state_bytes for one in weights)
         self._room_bytes = self._check_room(flash_bytes)
@@ -254,7 +262,7 @@ class StepPlanner:
         """Return the room on flash that is left for saved tensors."""
         homes = self.home_bytes + self.record_bytes
         if flash_bytes is None:
-            return 1 << 62
+            return _AMPLE_BYTES
         if homes > flash_bytes:
             count = sum(w.trained or w.nbytes // 4 for w in self._weights)
             largest = flash_bytes * count // homes
@@ -282,36 +290,38 @@ class StepPlanner:
         """Memory of the plan that needs least.
 
         Raises:
-            PlanError: No plan keeps its own budget when it is replayed.
+            PlanError: No plan keeps its own budget, or the tiers have no room for saved tensors.
         """
         for one in sorted(self.candidates, key=lambda one: one.memory.total):
-            if self.replay(one).feasible:
+            if self._fits(self.replay(one)):
                 return one.memory
-        raise PlanError("no plan for this step kept its own memory when it was replayed")
+        raise PlanError(
+            "no plan was found for the saved tensors of this step, with"
+            f" {format_bytes(self._host_bytes)} of host memory and {format_bytes(self._room_bytes)} of"
+            " flash left for them; give more of these, or a smaller batch"
+        )
 
-    @cached_property
+    @property
     def _saved_plans(self) -> tuple[tuple[int, Plan], ...]:
-        """Budgets of saved tensors with a plan that keeps them; the first is the least."""
-        tiers = Budgets(1, self._host_bytes, self._room_bytes)
+        """Budgets of saved tensors with a plan that keeps them; cached in the profile."""
+        key = ("saved plans", self._policy, self._machine, self._host_bytes)
+        known: tuple[tuple[int, Plan], ...] | None = self._profile.derived.get(key)
+        if known is None:
+            known = self._profile.derived[key] = tuple(self._find_saved_plans())
+        return known
+
+    def _find_saved_plans(self) -> Iterator[tuple[int, Plan]]:
         profile, machine = self._profile, self._machine
+        tiers = Budgets(1, self._host_bytes, _AMPLE_BYTES)
         whole = profile.peak_saved_bytes
-        least = min_budget(profile, machine, tiers, self._policy)
-        budgets = {whole} if least is None else {
-            round_up(int(least + (whole - least) * share), PAGE_BYTES)
-            for share in _SAVED
-            if whole >= least
-        } | {least}
-        found = []
+        least = min_budget(profile, machine, tiers, self._least_policy)
+        least = whole if least is None else least
+        span = max(0, whole - least)
+        budgets = {least, *(round_up(int(least + span * share), PAGE_BYTES) for share in _SAVED)}
         for nbytes in sorted(budgets):
             plan = self._policy(profile, machine, replace(tiers, device_bytes=nbytes))
             if plan.feasible:
-                found.append((nbytes, plan))
-        if not found:
-            raise PlanError(
-                "no budget was found that saved tensors fit in, with"
-                f" {format_bytes(self._room_bytes)} of flash left for them"
-            )
-        return tuple(found)
+                yield nbytes, plan
 
     def _candidates(self) -> Iterator[_Candidate]:
         profile = self._profile
@@ -348,8 +358,8 @@ class StepPlanner:
                 seen.add(kept)
                 yield WeightsChoice(kept)
         every = frozenset(name for name, _ in sizes)
-        for part in range(1, _SHARES + 1):
-            cached = share_of(records, part / _SHARES)
+        for part in range(1, _RECORD_SHARES + 1):
+            cached = share_of(records, part / _RECORD_SHARES)
             if cached:
                 yield WeightsChoice(every, cached)
 
@@ -371,12 +381,12 @@ class StepPlanner:
         fitting = [one for one in self.candidates if one.memory.total <= memory_bytes]
         bounds = [(self._bound(one), place) for place, one in enumerate(fitting)]
         best: tuple[tuple[int, int, int, int], _Candidate, ReplayedStep] | None = None
-        for (least_ns, written), place in sorted(bounds):
-            if best is not None and (least_ns, written) > best[0][:2]:
+        for bound, place in sorted(bounds):
+            if best is not None and bound > best[0][:2]:
                 break
             one = fitting[place]
             found = self.replay(one)
-            if not found.feasible:
+            if not self._fits(found):
                 continue
             written = found.moved.written + found.activations_written
             rank = (found.step_ns, written, one.memory.total, place)
@@ -394,12 +404,17 @@ class StepPlanner:
             )
         return known
 
+    def _fits(self, found: ReplayedStep) -> bool:
+        """Return True if memory was kept, and the tiers have room for saved tensors."""
+        host, flash = found.tier_peak_bytes
+        return found.feasible and host <= self._host_bytes and flash <= self._room_bytes
+
     @cached_property
     def _replayed(self) -> dict[int, ReplayedStep]:
         return {}
 
     def _bound(self, one: _Candidate) -> tuple[int, int]:
-        """Return a time that no replay of a candidate is shorter than, and the bytes it writes at least."""
+        """Return a time that no replay of a candidate is shorter than, and least bytes written."""
         moved = step_bytes(self._weights, one.choice.kept, one.choice.cached)
         transfers = sum(each.loads + 2 * MOST_PIECES for each in self._weights)  # each is rounded
         return self._bounds(moved, one.saved).step - transfers, moved.written
@@ -476,8 +491,8 @@ class StepPlanner:
             f" it needs {least.total} bytes, {format_bytes(least.total)}: a window of"
             f" {format_bytes(least.window)} for weights and gradients, of which the largest module is"
             f" {largest.module or '<root>'!r} with {format_bytes(largest.nbytes)},"
-            f" {format_bytes(least.rings)} of buffers, {format_bytes(least.kept)} of weights that stay and"
-            f" {format_bytes(least.saved)} of saved tensors; give at least that, or a smaller batch",
+            f" {format_bytes(least.rings)} of buffers, {format_bytes(least.kept)} of weights that stay"
+            f" and {format_bytes(least.saved)} of saved tensors; give at least that, or a smaller batch",
             slot=largest.module,
             limit_bytes=memory_bytes,
             least_bytes=least.total,

@@ -80,6 +80,8 @@ class DryStep:
     weights: tuple[ModuleWeights, ...]
     """Weights of each module that has any, in the order of the module tree, and the operators of
     ``profile`` that use them."""
+    tokens: int = 0
+    """Elements of the first input if these are integers, in sequences; 0 if not."""
 
 
 def dry_step(
@@ -162,14 +164,15 @@ def dry_step(
             _run(step, model, batch, autocast, capture)
         profile = replace(_complete(capture, recorder, clock), device=device)
         found = weights.found(profile.operators)
+        tokens = _tokens(batch)
         if not whole_device:
-            return DryStep(profile, found)
+            return DryStep(profile, found, tokens)
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
         fixed_bytes = _bytes_of(
             (*model.parameters(), *model.buffers(), *gradients)
         ) + optimizer_state_copies * _bytes_of(p for p in model.parameters() if p.requires_grad)
         whole = add_device_memory(profile, fixed_bytes, ledger.timeline(without=gradients))
-        return DryStep(whole, found)
+        return DryStep(whole, found, tokens)
 
 
 def _check(
@@ -254,6 +257,13 @@ def _complete(capture: DryCapture, recorder: OperatorRecorder, clock: ManualCloc
         passes=(replace(only, backward_start_ns=backward_ns),),
         operators=operators,
     )
+
+
+def _tokens(batch: Sequence[torch.Tensor]) -> int:
+    """Return the number of tokens in the first input; 0 if it has none."""
+    if not batch or batch[0].is_floating_point() or batch[0].dim() < 2:
+        return 0
+    return batch[0].numel()
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -40,7 +40,9 @@ class WeightRecorder:
         for path, parameters in self._owned.items():
             for one in parameters:
                 if one.requires_grad:
-                    one.register_post_accumulate_grad_hook(self._noting(path, operators))
+                    one.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        self._noting(path, operators)
+                    )
 
     def _noting(self, path: str, operators: Sequence[Operator]) -> Any:
         def note(_: torch.Tensor) -> None:

@@ -129,9 +129,7 @@ def needed(
         level += delta
         times.append(when)
         levels.append(level)
-    return [
-        (when, levels[bisect_right(times, when) - 1], index) for when, index in sorted(begins)
-    ]
+    return [(when, levels[bisect_right(times, when) - 1], index) for when, index in sorted(begins)]
 
 
 def step_slots(

@@ -9,7 +9,7 @@ It adds to :mod:`.walk`, on the same channels and in the same memory:
    takes over gradient and weights, piece by piece: records are read, the arithmetic is done, weights and
    records are written, and the memory is free. Backward goes on meanwhile.
 3. On a CPU the arithmetic of updates delays compute by as much: both use the same cores.
-4. The step ends when everything is written.
+4. The step ends when everything is written: the next one needs the weights and the channels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.plan.replay.lanes import ReplayLane
 from penstock.plan.replay.moves import FLASH, Channels, Moves, channels_of, moves_of
 from penstock.plan.replay.occupancy import HeldBytes
 from penstock.plan.replay.recompute import recomputed_segments, with_drops
-from penstock.plan.replay.step_moves import StepSlots, WeightUpdate, WeightsChoice, step_slots
+from penstock.plan.replay.step_moves import StepSlots, WeightsChoice, WeightUpdate, step_slots
 from penstock.plan.replay.walk import ABSENT, FREED, PREFETCHED, UNNEEDED, Walk
 from penstock.plan.residency import Segment
 from penstock.plan.weights import ModuleWeights, StepBytes
@@ -239,6 +239,7 @@ class StepWalk(Walk):
         for one in self._slots.updates:
             for piece in one.pieces:
                 end = max(end, self._lanes.end_of(piece, written))
+        end = max(end, self._lanes.busy_until())
         self.tail_ns = end - self.now_ns
         self.now_ns = end
         self._settle(end)
@@ -249,9 +250,7 @@ class StepWalk(Walk):
         if self._joined:
             saved = with_joins(self._own, self._moves.action, saved)
         found: list[tuple[int, int, int]] = [
-            (load.end_ns, _RELEASE, load.slot)
-            for load in self._slots.loads
-            if not load.handed_over
+            (load.end_ns, _RELEASE, load.slot) for load in self._slots.loads if not load.handed_over
         ]
         found += [(one.end_ns, _UPDATE, one.gradient) for one in self._slots.updates]
         found += [(one.begin_ns, _GRADIENT, one.gradient) for one in self._slots.updates]
