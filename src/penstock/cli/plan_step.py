@@ -70,7 +70,7 @@ class StepRequest:
 
     @property
     def unit(self) -> str:
-        """What is counted: ``"tokens"``, or ``"samples"`` if the inputs are no tokens."""
+        """Unit of ``units``: ``"tokens"``, or ``"samples"`` if the inputs are no tokens."""
         return "tokens" if self.shapes.tokens else "samples"
 
     @cached_property

@@ -28,13 +28,13 @@ class ChangedStep:
     """The step with one thing changed."""
 
     name: str
-    """What is changed."""
+    """Name of the change."""
     units: int
     """Tokens or samples in the step."""
     plan: StepPlan | None
     """The plan; None: it is refused."""
     refused: str = ""
-    """Why, in a few words."""
+    """Reason of the refusal, in a few words."""
 
 
 def whole_step(
