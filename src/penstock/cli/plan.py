@@ -16,6 +16,8 @@ from penstock.cli.output import print_result, say
 from penstock.cli.paths import write_file
 from penstock.cli.plan_network import OPTIMIZER_COPIES
 from penstock.cli.plan_request import ALL, PlanRequest, check
+from penstock.cli.plan_step import FORMATS, execute_step
+from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, format_bytes, format_duration
 from penstock.plan import Machine, policies
 from penstock.plan.plan import INFEASIBLE
@@ -29,6 +31,7 @@ examples:
   penstock plan vgg16 --batch 256 --machine titan-x
   penstock plan bert-large --batch 64 --machine v100-nvme --policy all
   penstock plan gpt2 --batch 8 --machine cpu --device-memory 2GiB --plot step.svg
+  penstock plan gpt2 --tokens 4096 --machine cpu --weights flash --memory 1GiB --optimizer adam
   penstock plan train.py:build --batch 64 --machine here.toml --device-memory 20GiB --json
 
 Nothing is trained, and the machine need not be there. The exit code is 0 if a plan fits, 1 if none
@@ -50,6 +53,10 @@ def parser() -> argparse.ArgumentParser:
         " file.py:function; or a profile, file.json",
     )  # fmt: skip
     made.add_argument("--batch", metavar="N", type=int, help="images or sequences in a step")
+    made.add_argument(
+        "--tokens", metavar="N", type=int, help="with --weights flash, in place of --batch: tokens in a"
+        " step",
+    )  # fmt: skip
     made.add_argument(
         "--machine", required=True, metavar="NAME",
         help=f"{', '.join(Machine.presets())}; or a file written by `penstock bench machine`",
@@ -78,6 +85,18 @@ def parser() -> argparse.ArgumentParser:
         "--optimizer", choices=tuple(OPTIMIZER_COPIES), default="sgd",
         help="optimizer whose states are in device memory (default: sgd, which has none)",
     )  # fmt: skip
+    made.add_argument(
+        "--weights", choices=("keep", "flash"), default="keep", help="flash: weights and the optimizer's"
+        " records rest on flash, and the plan covers the whole step with the update (default: keep)",
+    )  # fmt: skip
+    made.add_argument(
+        "--memory", metavar="SIZE", type=size, help="with --weights flash: memory for weights, gradients,"
+        " buffers and saved tensors together (default: all the machine's)",
+    )  # fmt: skip
+    made.add_argument(
+        "--format", choices=FORMATS, help="with --weights flash: format of the optimizer's records"
+        " (default: exact)",
+    )  # fmt: skip
     made.add_argument("--autocast", choices=("bfloat16", "float16"), help="train under autocast")
     made.add_argument(
         "--set", metavar="NAME=VALUE", action="append", default=[],
@@ -102,6 +121,11 @@ def execute(options: argparse.Namespace) -> int:
         ConfigError: An option, the network or the machine is invalid.
         PlanError: The file has no valid profile.
     """
+    if options.weights == "flash":
+        return execute_step(options)
+    for name in ("tokens", "memory", "format"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name} needs --weights flash")
     request = check(options)
     largest = _largest(request)
     outcomes = best_first(

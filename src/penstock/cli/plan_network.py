@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import read_text
 from penstock.plan.machine import Machine
 from penstock.plan.profile import Profile
+from penstock.plan.weights import ModuleWeights
 
 OPTIMIZER_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
 """Number of tensors of a parameter's size that each optimizer keeps."""
@@ -46,14 +47,35 @@ class TrainingSetup:
         }
 
 
+class StepShapes(Protocol):
+    """A profile made from shapes alone, and its weights (``penstock.lab.dry.DryStep``)."""
+
+    @property
+    def profile(self) -> Profile:
+        """The profile."""
+
+    @property
+    def weights(self) -> tuple[ModuleWeights, ...]:
+        """The weights of each module that has any."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the step's inputs; 0 if they are no tokens."""
+
+
 @dataclass(frozen=True)
 class PlannedNetwork:
     """The network or profile to plan for."""
 
     name: str
-    profile_of: Callable[[int], Profile] | None
-    """Function that makes the profile of a batch; None if there is only ``profile``."""
+    step_of: Callable[[int], StepShapes] | None
+    """Function that makes the profile of a batch, with its weights; None if there is only ``profile``."""
     profile: Profile | None = None
+
+    def profile_of(self, batch: int) -> Profile:
+        """Return the profile of a batch."""
+        assert self.step_of is not None
+        return self.step_of(batch).profile
 
 
 def subject(text: str, training: TrainingSetup, settings: Mapping[str, Any]) -> PlannedNetwork:
@@ -80,12 +102,12 @@ def subject(text: str, training: TrainingSetup, settings: Mapping[str, Any]) -> 
     importlib.import_module("penstock.lab.zoo").config(text, **settings)  # fails before any work
     dry = importlib.import_module("penstock.lab.dry")
 
-    def profile_of(batch: int) -> Profile:
+    def step_of(batch: int) -> StepShapes:
         with _user_code(f"{text} with a batch of {batch}"):
-            profile: Profile = dry.dry_zoo_profile(text, batch, **training.settings, **settings)
-        return profile
+            step: StepShapes = dry.dry_zoo_step(text, batch, **training.settings, **settings)
+        return step
 
-    return PlannedNetwork(text, profile_of)
+    return PlannedNetwork(text, step_of)
 
 
 def parse_settings(words: list[str]) -> dict[str, Any]:
@@ -121,21 +143,21 @@ def _read(path: str) -> Profile:
     return Profile.from_json(text, source=path)
 
 
-def _from_function(path: str, name: str, training: TrainingSetup) -> Callable[[int], Profile]:
+def _from_function(path: str, name: str, training: TrainingSetup) -> Callable[[int], StepShapes]:
     build = _load(path, name)
     dry = importlib.import_module("penstock.lab.dry")
     torch = importlib.import_module("torch")
 
-    def profile_of(batch: int) -> Profile:
+    def step_of(batch: int) -> StepShapes:
         where = f"{path}:{name}({batch})"
         with _user_code(where), torch.device("meta"):
             made = build(batch)
         module, inputs, loss = _unpack(made, where, torch)
         with _user_code(where):
-            profile: Profile = dry.dry_profile(module, loss, inputs=inputs, **training.settings)
-        return profile
+            step: StepShapes = dry.dry_step(module, loss, inputs=inputs, **training.settings)
+        return step
 
-    return profile_of
+    return step_of
 
 
 def _load(path: str, name: str) -> Callable[[int], Any]:

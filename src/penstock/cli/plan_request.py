@@ -53,15 +53,15 @@ def check(options: argparse.Namespace) -> PlanRequest:
         PlanError: The file has no valid profile.
     """
     machine = machines.find(options.machine)
-    device = options.device or _device_of(machine)
+    device = options.device or device_of(machine)
     budgets = Budgets(
-        device_bytes=_bytes(options, "device_memory", machine.device_bytes, least=1),
-        host_bytes=_bytes(options, "host_memory", machine.host_bytes if device == "cuda" else 0),
-        flash_bytes=_bytes(options, "flash_memory", machine.flash_bytes),
+        device_bytes=bytes_of(options, "device_memory", machine.device_bytes, least=1),
+        host_bytes=bytes_of(options, "host_memory", machine.host_bytes if device == "cuda" else 0),
+        flash_bytes=bytes_of(options, "flash_memory", machine.flash_bytes),
     )
-    data_bytes_per_s = _data_rate(options.data_rate, machine)
+    data_bytes_per_s = data_rate(options.data_rate, machine)
     machine = machine.less_read(data_bytes_per_s) if data_bytes_per_s else machine
-    tbw_bytes = None if options.tbw is None else _bytes(options, "tbw", 0, least=1)
+    tbw_bytes = None if options.tbw is None else bytes_of(options, "tbw", 0, least=1)
     every = options.policy == ALL
     if not every:
         policies.get(options.policy)
@@ -70,7 +70,6 @@ def check(options: argparse.Namespace) -> PlanRequest:
     found = subject(options.network, training, parse_settings(options.set))
     batch_size, profile, search = options.batch, found.profile, None
     if profile is None:
-        assert found.profile_of is not None
         if batch_size is None or batch_size < 1:
             given = "missing" if batch_size is None else f"{batch_size}"
             raise ConfigError(f"--batch is {given}; it must be 1 or more images or sequences")
@@ -94,13 +93,13 @@ def check(options: argparse.Namespace) -> PlanRequest:
     )
 
 
-def _device_of(machine: Machine) -> str:
+def device_of(machine: Machine) -> str:
     """Return ``cpu`` for a machine whose device memory is the host's, else ``cuda``."""
     same = machine.device_bytes == machine.host_bytes and not machine.flash_over_link
     return "cpu" if same else "cuda"
 
 
-def _data_rate(given: str | None, machine: Machine) -> int:
+def data_rate(given: str | None, machine: Machine) -> int:
     """Return the rate of data loaders in bytes per second, which must leave some of the flash's."""
     if given is None:
         return 0
@@ -114,7 +113,8 @@ def _data_rate(given: str | None, machine: Machine) -> int:
     return rate
 
 
-def _bytes(options: argparse.Namespace, name: str, default: int, *, least: int = 0) -> int:
+def bytes_of(options: argparse.Namespace, name: str, default: int, *, least: int = 0) -> int:
+    """Return a size option in bytes. Raises ConfigError below ``least``."""
     option = f"--{name.replace('_', '-')}"
     given = getattr(options, name)
     nbytes = default if given is None else parse_bytes(given, what=option)

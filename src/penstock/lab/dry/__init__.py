@@ -5,10 +5,11 @@
    work, and the machine's roofline (:mod:`.roofline`) gives its time.
 3. :mod:`.capture` lets Penstock's own hooks see what autograd saves, as in a real session.
 4. :mod:`.ledger` accounts for every byte that is alive, over time.
-5. :mod:`.profile` puts them together.
+5. :mod:`.weight_recorder` notes which operators use which module's weights.
+6. :mod:`.profile` puts them together.
 """
 
-from penstock.lab.dry.networks import dry_zoo_profile
-from penstock.lab.dry.profile import dry_profile
+from penstock.lab.dry.networks import dry_zoo_profile, dry_zoo_step
+from penstock.lab.dry.profile import DryStep, dry_profile, dry_step
 
-__all__ = ["dry_profile", "dry_zoo_profile"]
+__all__ = ["DryStep", "dry_profile", "dry_step", "dry_zoo_profile", "dry_zoo_step"]

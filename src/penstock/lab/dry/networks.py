@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.lab import zoo
-from penstock.lab.dry.profile import dry_profile
+from penstock.lab.dry.profile import DryStep, dry_step
 from penstock.lab.zoo.base import Setting
 from penstock.plan.machine import Machine
 from penstock.plan.profile import Profile
@@ -23,12 +23,38 @@ def dry_zoo_profile(
     floor_bytes: int | None = None,
     **overrides: Setting,
 ) -> Profile:
+    """Profile one training step of a network of the zoo; see :func:`dry_zoo_step`."""
+    return dry_zoo_step(
+        name,
+        batch_size,
+        machine=machine,
+        device=device,
+        optimizer_state_copies=optimizer_state_copies,
+        autocast=autocast,
+        whole_device=whole_device,
+        floor_bytes=floor_bytes,
+        **overrides,
+    ).profile
+
+
+def dry_zoo_step(
+    name: str,
+    batch_size: int,
+    *,
+    machine: Machine,
+    device: str = "cpu",
+    optimizer_state_copies: int = 0,
+    autocast: str | None = None,
+    whole_device: bool = True,
+    floor_bytes: int | None = None,
+    **overrides: Setting,
+) -> DryStep:
     """Profile one training step of a network of the zoo, without its memory, data, or the machine.
 
     Args:
         name: Name of the network, as for :func:`penstock.lab.zoo.build`.
         batch_size: Number of images or sequences.
-        machine: Machine for which the step is timed; see :func:`.dry_profile` for what follows.
+        machine: Machine for which the step is timed; see :func:`.dry_step` for what follows.
         device: ``"cpu"`` or ``"cuda"``, whose kernels compute.
         optimizer_state_copies: Number of tensors of a parameter's size that the optimizer keeps.
         autocast: ``"bfloat16"``, ``"float16"`` or ``None``.
@@ -37,7 +63,7 @@ def dry_zoo_profile(
         overrides: Settings as for ``zoo.build``: ``size="tiny"``, ``image_size``, ...
 
     Raises:
-        ConfigError: The network or a setting is unknown, the batch is empty, or as :func:`.dry_profile`.
+        ConfigError: The network or a setting is unknown, the batch is empty, or as :func:`.dry_step`.
     """
     config = zoo.config(name, **overrides)  # type: ignore[arg-type]
     with torch.device("meta"):
@@ -46,7 +72,7 @@ def dry_zoo_profile(
     nonzero_count = None
     if isinstance(config, zoo.LanguageConfig) and config.objective == "masked":
         nonzero_count = batch_size * zoo.masked_count(config.sequence_length)
-    return dry_profile(
+    return dry_step(
         network,
         lambda model, inputs, targets: model(inputs, targets),
         machine=machine,

@@ -22,6 +22,7 @@ from penstock.hooks.modules import ModuleTracker
 from penstock.lab.dry.ledger import StorageLedger
 from penstock.lab.dry.operator_work import tensors_in, work_of
 from penstock.lab.dry.roofline import operator_ns
+from penstock.lab.dry.weight_recorder import WeightRecorder
 from penstock.observe.clock import ManualClock
 from penstock.plan.machine import Compute
 from penstock.plan.operators import Operator
@@ -48,6 +49,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ledger: StorageLedger,
         modules: ModuleTracker,
         nonzero_count: int | None,
+        weights: WeightRecorder,
     ) -> None:
         """Prepare for one step.
 
@@ -57,6 +59,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ledger: Account of storages.
             modules: Tracker of the running module.
             nonzero_count: Number of elements that ``aten.nonzero`` is assumed to find.
+            weights: Is told which operators use which weights.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Operator] = []
@@ -66,6 +69,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ledger = ledger
         self._modules = modules
         self._nonzero_count = nonzero_count
+        self._weights = weights
         self._nodes_until: list[int] = []
         self._places: list[str] = []
 
@@ -108,6 +112,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             product=work.product,
         )
         self._clock.advance(took_ns)
+        self._weights.used(args, options, len(self.operators))
         self.operators.append(
             Operator(
                 name=work.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -24,9 +24,11 @@ from penstock.lab.dry.kernels import CudaKernels
 from penstock.lab.dry.ledger import StorageLedger
 from penstock.lab.dry.operator_recorder import OperatorRecorder
 from penstock.lab.dry.roofline import compute_of
+from penstock.lab.dry.weight_recorder import WeightRecorder
 from penstock.observe.clock import ManualClock
 from penstock.plan.machine import Machine
 from penstock.plan.profile import Profile, Transient
+from penstock.plan.weights import ModuleWeights
 
 Step = Callable[..., torch.Tensor | None]
 """Type of ``step(module, *inputs)``, which returns the loss, or runs backward itself."""
@@ -53,6 +55,49 @@ def dry_profile(
     nonzero_count: int | None = None,
 ) -> Profile:
     """Profile one step of ``module`` without memory, without data, and without ``machine``.
+
+    As :func:`dry_step`, which says as well what its weights are and when it uses them.
+    """
+    return dry_step(
+        module,
+        step,
+        machine=machine,
+        inputs=inputs,
+        device=device,
+        optimizer_state_copies=optimizer_state_copies,
+        autocast=autocast,
+        whole_device=whole_device,
+        floor_bytes=floor_bytes,
+        nonzero_count=nonzero_count,
+    ).profile
+
+
+@dataclass(frozen=True)
+class DryStep:
+    """A step on shapes alone."""
+
+    profile: Profile
+    weights: tuple[ModuleWeights, ...]
+    """Weights of each module that has any, in the order of the module tree, and the operators of
+    ``profile`` that use them."""
+    tokens: int = 0
+    """Elements of the first input if these are integers, in sequences; 0 if not."""
+
+
+def dry_step(
+    module: torch.nn.Module,
+    step: Step,
+    *,
+    machine: Machine,
+    inputs: Sequence[torch.Tensor] = (),
+    device: str = "cpu",
+    optimizer_state_copies: int = 0,
+    autocast: str | None = None,
+    whole_device: bool = True,
+    floor_bytes: int | None = None,
+    nonzero_count: int | None = None,
+) -> DryStep:
+    """Profile one step of ``module``, and its weights.
 
     The step's forward and backward run on fake tensors, which have shapes and no elements. Autograd saves
     what it saves on a CPU, to the byte; with ``device="cuda"`` what CUDA's kernels save, where a
@@ -105,23 +150,29 @@ def dry_profile(
             ledger=ledger,
             floor_bytes=knobs.floor_bytes() if floor_bytes is None else floor_bytes,
         )
+        weights = WeightRecorder(model)
         recorder = OperatorRecorder(
             clock=clock,
             compute=compute,
             ledger=ledger,
             modules=capture.modules,
             nonzero_count=nonzero_count,
+            weights=weights,
         )
+        weights.watch(recorder.operators)
         with _explain_errors(recorder), recorder, capture.attached(model), DEVICES[device]():
             _run(step, model, batch, autocast, capture)
         profile = replace(_complete(capture, recorder, clock), device=device)
+        found = weights.found(profile.operators)
+        tokens = _tokens(batch)
         if not whole_device:
-            return profile
+            return DryStep(profile, found, tokens)
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
         fixed_bytes = _bytes_of(
             (*model.parameters(), *model.buffers(), *gradients)
         ) + optimizer_state_copies * _bytes_of(p for p in model.parameters() if p.requires_grad)
-        return add_device_memory(profile, fixed_bytes, ledger.timeline(without=gradients))
+        whole = add_device_memory(profile, fixed_bytes, ledger.timeline(without=gradients))
+        return DryStep(whole, found, tokens)
 
 
 def _check(
@@ -206,6 +257,13 @@ def _complete(capture: DryCapture, recorder: OperatorRecorder, clock: ManualCloc
         passes=(replace(only, backward_start_ns=backward_ns),),
         operators=operators,
     )
+
+
+def _tokens(batch: Sequence[torch.Tensor]) -> int:
+    """Return the number of tokens in the first input; 0 if it has none."""
+    if not batch or batch[0].is_floating_point() or batch[0].dim() < 2:
+        return 0
+    return batch[0].numel()
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:

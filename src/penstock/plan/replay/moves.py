@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -117,13 +118,25 @@ class Channels:
     """End of the write, by slot; NOT_YET or CANCELLED before it has begun."""
     arrived: list[int]
     """End of the last read and its decoding, by slot; NOT_YET before."""
+    update_in: ReplayLane | None = None
+    """Reads of an update: then comes its arithmetic, then its write; all ends are in ``written``."""
+    update: ReplayLane | None = None
 
 
-def channels_of(moves: Moves, machine: Machine) -> Channels:
-    """Create the lanes that the moves need, all of them idle."""
+def channels_of(
+    moves: Moves, machine: Machine, *, update_ns: Sequence[int] | None = None
+) -> Channels:
+    """Create the lanes that the moves need, all of them idle.
+
+    Args:
+        moves: The moves.
+        machine: The channels' speeds.
+        update_ns: Time of an optimizer's arithmetic, by slot; None: nothing is updated. What is updated
+            is read from and written to flash as ``moves`` says.
+    """
     count = len(moves.action)
     written, arrived = [NOT_YET] * count, [NOT_YET] * count
-    tiers = moves.used_tiers
+    tiers = moves.used_tiers | ({FLASH} if update_ns is not None else set())
     coded = any(moves.encode_ns) or any(moves.decode_ns)
     codec, link_out, link_in, flash_out = (
         ReplayChannel(),
@@ -132,7 +145,7 @@ def channels_of(moves: Moves, machine: Machine) -> Channels:
         ReplayChannel(),
     )
     flash_in = flash_out if machine.flash_shared else ReplayChannel()
-    together = coded or (FLASH in tiers and machine.flash_shared)
+    together = coded or update_ns is not None or (FLASH in tiers and machine.flash_shared)
     together = together or (len(tiers) == 2 and machine.flash_over_link)
     out: dict[int, ReplayLane] = {}
     back: dict[int, ReplayLane] = {}
@@ -140,6 +153,8 @@ def channels_of(moves: Moves, machine: Machine) -> Channels:
         ReplayLane((codec, moves.decode_ns), precedence=DECODE, done=arrived) if coded else None
     )
     to_decode: list[ReplayLane | None] | None = None
+    update_uses: list[tuple[ReplayChannel, list[int]]] = []
+    update_latency_ns = 0
     if coded:
         to_decode = [decode if took else None for took in moves.decode_ns]
     for tier in sorted(tiers):
@@ -151,6 +166,7 @@ def channels_of(moves: Moves, machine: Machine) -> Channels:
             in_uses.append((flash_in, moves.flash_in_ns))
             if not machine.flash_over_link:
                 del out_uses[0], in_uses[0]
+            update_uses, update_latency_ns = [*in_uses], latency_ns
         if not together:
             out_uses, in_uses = _merged(out_uses), _merged(in_uses)
         out[tier] = ReplayLane(*out_uses, precedence=WRITE, done=written, latency_ns=latency_ns)
@@ -161,9 +177,21 @@ def channels_of(moves: Moves, machine: Machine) -> Channels:
     if coded:
         to_tier: list[ReplayLane | None] = [out.get(tier) for tier in moves.tier]
         encode = ReplayLane((codec, moves.encode_ns), precedence=ENCODE, done=written, then=to_tier)
-    ordered = (decode, *back.values(), *out.values(), encode)
+    update_in = update = None
+    if update_ns is not None:
+        update = ReplayLane(
+            (ReplayChannel(), update_ns), precedence=DECODE, done=written, then=[out[FLASH]] * count
+        )
+        update_in = ReplayLane(
+            *update_uses,
+            precedence=WRITE,
+            done=written,
+            latency_ns=update_latency_ns,
+            then=[update] * count,
+        )
+    ordered = (decode, update, *back.values(), update_in, *out.values(), encode)
     lanes = ReplayLanes([lane for lane in ordered if lane is not None], together=together)
-    return Channels(lanes, out, back, encode, decode, written, arrived)
+    return Channels(lanes, out, back, encode, decode, written, arrived, update_in, update)
 
 
 def _merged(uses: list[tuple[ReplayChannel, list[int]]]) -> list[tuple[ReplayChannel, list[int]]]:

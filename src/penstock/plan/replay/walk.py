@@ -37,18 +37,18 @@ from penstock.plan.replay.recompute import DROP, with_drops
 from penstock.plan.residency import OFFLOADED, RECOMPUTED, Segment
 
 # States of slots that are not kept. Transfers are in flight only in WRITING, PREFETCHED and UNNEEDED.
-_NEW: Final = 0
-_RESIDENT: Final = 1
+NEW: Final = 0
+RESIDENT: Final = 1
 """State of a slot in memory, where it was saved."""
-_WRITING: Final = 2
-_ABSENT: Final = 3
+WRITING: Final = 2
+ABSENT: Final = 3
 """State of a slot that is only in its tier, or dropped."""
-_PREFETCHED: Final = 4
+PREFETCHED: Final = 4
 """State of a slot whose memory is allocated and whose prefetch is in flight or done."""
-_RETURNED: Final = 5
+RETURNED: Final = 5
 """State of a slot that was read or recomputed and is in use."""
-_FREED: Final = 6
-_UNNEEDED: Final = 7
+FREED: Final = 6
+UNNEEDED: Final = 7
 """State of a slot that is not needed any more, but whose write goes on."""
 
 _MILLION: Final = 1_000_000
@@ -110,10 +110,7 @@ class Walk:
         changes = self.held.changes
         save, use = Event.SAVE, Event.USE
         now, gate = 0, min(self.held.peak_bytes, self.held.limit)
-        steps = with_drops(self._profile, self._segments)
-        if self._joined:
-            steps = with_joins(self._profile, action, steps)
-        for when, event, i in steps:
+        for when, event, i in self._events():
             if when > clock:
                 self._clock_ns = when
                 now = self._compute(when - clock, now) if self._slowed else now + when - clock
@@ -136,6 +133,9 @@ class Walk:
                 self._drop(i, now)
             elif event == JOIN:
                 now = self._join(i, now)
+            elif event > JOIN:
+                now = self._more(event, i, now)
+                gate = min(self.held.peak_bytes, self.held.limit)
             elif action[i]:
                 self._free(i, now)
             else:
@@ -145,6 +145,15 @@ class Walk:
         self.now_ns = self._compute(end - clock, now)
         self.computed_ns = end - begin
         self._settle(self.now_ns)
+
+    def _events(self) -> Sequence[tuple[int, int, int]]:
+        """Return (time in ns, event, slot) of the whole step, in order."""
+        steps = with_drops(self._profile, self._segments)
+        return with_joins(self._profile, self._moves.action, steps) if self._joined else steps
+
+    def _more(self, event: int, i: int, now: int) -> int:
+        """Handle an event that only a subclass has, and return when it is over."""
+        raise AssertionError(f"event {event} of slot {i} at {now} ns")
 
     # -- time -------------------------------------------------------------------------------------
 
@@ -212,13 +221,13 @@ class Walk:
         """Free slots that have been written by now."""
         state = self._state
         for end, i in self._endings.by(now):
-            if state[i] == _WRITING or state[i] == _UNNEEDED:
-                state[i] = _ABSENT if state[i] == _WRITING else _FREED
+            if state[i] == WRITING or state[i] == UNNEEDED:
+                state[i] = ABSENT if state[i] == WRITING else FREED
                 self.held.free(i, end)
 
     def _join(self, i: int, now: int) -> int:
         """Wait until a slot is written, and return the end."""
-        if self._state[i] != _WRITING:
+        if self._state[i] != WRITING:
             return now
         there = max(now, self._lanes.end_of(i, self._channels.written))
         self.budget_ns += self._waited(now, there)
@@ -230,7 +239,7 @@ class Walk:
         for i in reversed(self._prefetched):
             if NOT_YET < arrived[i] <= now:
                 self._prefetched.remove(i)
-                self._state[i] = _ABSENT
+                self._state[i] = ABSENT
                 arrived[i] = NOT_YET
                 self.held.read_back -= self.held.sizes[i]
                 self.held.free(i, now)
@@ -241,9 +250,9 @@ class Walk:
 
     def _saved(self, i: int, now: int) -> int:
         if self._moves.action[i] == RECOMPUTED:
-            self._state[i] = _RESIDENT
+            self._state[i] = RESIDENT
             return now
-        self._state[i] = _WRITING
+        self._state[i] = WRITING
         self._slowed = self._slower > 0
         self.held.in_tier(i, 1, now)
         if self._moves.encode_ns[i] and self._channels.encode is not None:
@@ -266,9 +275,9 @@ class Walk:
         if action == OFFLOADED:
             now = self._fetch(i, now)
         elif action == RECOMPUTED:
-            if self._state[i] == _ABSENT:
+            if self._state[i] == ABSENT:
                 now = self._recompute(self._segment_of[i], now)
-            self._state[i] = _RETURNED
+            self._state[i] = RETURNED
         if index in self._order.slots:
             now = self._prefetch(index, i, now)
         return now
@@ -276,19 +285,19 @@ class Walk:
     def _fetch(self, i: int, now: int) -> int:
         """Bring a slot to the device, and return when it is there."""
         state = self._state
-        if state[i] == _WRITING:
+        if state[i] == WRITING:
             self._settle(now)
-        if state[i] == _WRITING:
+        if state[i] == WRITING:
             self._cancel_write(i, now)
-            state[i] = _RESIDENT
+            state[i] = RESIDENT
             self.forwarded_bytes += self.held.sizes[i]
-        elif state[i] == _ABSENT and not self._profile.slots[i].held_elsewhere:
+        elif state[i] == ABSENT and not self._profile.slots[i].held_elsewhere:
             return self._demand(i, now)
-        elif state[i] == _PREFETCHED:
+        elif state[i] == PREFETCHED:
             there = max(now, self._end_of_read(i, now))
             self.late_ns += self._waited(now, there)
             self._prefetched.remove(i)
-            state[i] = _RETURNED
+            state[i] = RETURNED
             return there
         return now
 
@@ -299,7 +308,7 @@ class Walk:
         self._lanes.advance(ready)
         self.held.allocate(i, ready)
         self.held.read_back += self.held.sizes[i]
-        self._state[i] = _RETURNED
+        self._state[i] = RETURNED
         self._slowed = self._slower > 0
         self._channels.back[self._moves.tier[i]].add_first(ready, i)
         ready = self._worked(self._moves.read_work_ns[i], ready)
@@ -320,36 +329,36 @@ class Walk:
         for i in segment.inputs:
             if self._moves.action[i] == OFFLOADED:
                 now = self._fetch(i, now)
-        made = [i for i in segment.slots if state[i] == _ABSENT]
+        made = [i for i in segment.slots if state[i] == ABSENT]
         small = max(self._small[i] for i in segment.slots)
         now = self._wait_for_room(sum(sizes[i] for i in made), small, now)
         for i in made:
             self.held.allocate(i, now)
-            state[i] = _RESIDENT
+            state[i] = RESIDENT
         self.recompute_ns += segment.took_ns
         self.delays.append((self._clock_ns, segment.took_ns))
         return self._compute(segment.took_ns, now)
 
     def _drop(self, i: int, now: int) -> None:
-        if self._state[i] == _RESIDENT:
-            self._state[i] = _ABSENT
+        if self._state[i] == RESIDENT:
+            self._state[i] = ABSENT
             self.held.free(i, now)
 
     def _free(self, i: int, now: int) -> None:
         state, offloaded = self._state, self._moves.action[i] == OFFLOADED
-        if state[i] == _WRITING:
+        if state[i] == WRITING:
             self._settle(now)
-        if state[i] == _WRITING:
+        if state[i] == WRITING:
             self._cancel_write(i, now)
         was = state[i]
-        state[i] = _FREED
-        if was in (_RESIDENT, _WRITING) and offloaded and self._channels.written[i] > now:
-            state[i] = _UNNEEDED
-        elif was in (_RESIDENT, _WRITING, _RETURNED):
+        state[i] = FREED
+        if was in (RESIDENT, WRITING) and offloaded and self._channels.written[i] > now:
+            state[i] = UNNEEDED
+        elif was in (RESIDENT, WRITING, RETURNED):
             self.held.free(i, now)
         if offloaded:
             self.held.in_tier(i, -1, now)
-            if was == _RETURNED:
+            if was == RETURNED:
                 self.held.read_back -= self.held.sizes[i]
 
     def _prefetch(self, index: int, asked: int, now: int) -> int:
@@ -357,11 +366,11 @@ class Walk:
         slots, place, state = self._order.slots[index], self._order.place[index], self._state
         while place < len(slots):
             i = slots[place]
-            if state[i] == _WRITING:
+            if state[i] == WRITING:
                 self._settle(now)
-                if state[i] == _WRITING:
+                if state[i] == WRITING:
                     break
-            if state[i] == _ABSENT and not self._profile.slots[i].held_elsewhere:
+            if state[i] == ABSENT and not self._profile.slots[i].held_elsewhere:
                 if not self._may_read(i, asked, now):
                     break
                 self.held.allocate(i, now)
@@ -369,7 +378,7 @@ class Walk:
                 self.held.peak_bytes = max(
                     self.held.peak_bytes, self.held.used + self._small_at_need[asked]
                 )
-                state[i] = _PREFETCHED
+                state[i] = PREFETCHED
                 self._slowed = self._slower > 0
                 self._prefetched.append(i)
                 self._order.begin(i)
@@ -383,7 +392,7 @@ class Walk:
         nbytes = self.held.sizes[i]
         if not self._order.due(i) or self.held.read_back + nbytes > self._window:
             return False
-        beside = self._order.beside(_PREFETCHED, self._state)
+        beside = self._order.beside(PREFETCHED, self._state)
         small = max(self._small_at_need[asked], self._small_at_need[i], beside)
         if self.held.used + nbytes + small > self.held.limit:
             self._settle(now)

@@ -1,0 +1,271 @@
+"""Slots of a replay that stand for weights: one for each read, each gradient, each piece of an update."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from penstock.core.units import MIB
+from penstock.plan.machine import Machine
+from penstock.plan.profile import Event, PassProfile, Profile, SlotProfile
+from penstock.plan.replay.moves import FLASH, Moves
+from penstock.plan.residency import OFFLOADED
+from penstock.plan.slots import SlotKey
+from penstock.plan.weights import ModuleWeights, WeightUse
+
+PIECE_BYTES: Final = 32 * MIB
+"""Least bytes that a piece of an update reads and writes, if there are several."""
+MOST_PIECES: Final = 8
+"""Pieces of an update: what the arithmetic of one overlaps with the transfers of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsChoice:
+    """Weights and records that stay in memory, and the memory for those that come and go."""
+
+    kept: frozenset[str] = frozenset()
+    """Modules whose weights stay."""
+    cached: frozenset[str] = frozenset()
+    """Modules whose optimizer records stay."""
+    window_bytes: int = 0
+    """Most bytes of weights that are read, their gradients, and updates on their way to flash."""
+
+
+@dataclass(slots=True)
+class WeightLoad:
+    """One read of a module's weights for one use."""
+
+    slot: int
+    weights: ModuleWeights
+    begin_ns: int
+    end_ns: int
+    nbytes: int
+    handed_over: bool
+    """True if an update takes the weights over when the use ends."""
+
+
+@dataclass(slots=True)
+class WeightUpdate:
+    """Gradient of one module, and the update that begins when it is final."""
+
+    gradient: int
+    """Slot of the gradient."""
+    begin_ns: int
+    end_ns: int
+    nbytes: int
+    """Bytes of the gradient."""
+    load: int | None
+    """Slot of the load that it takes over; None: the weights are kept."""
+    took_ns: int
+    """Time of its arithmetic."""
+    work_ns: int = 0
+    """Compute time lost to its transfers."""
+    pieces: tuple[int, ...] = ()
+    """Slots of the pieces that flash reads and writes."""
+
+
+@dataclass(slots=True)
+class StepSlots:
+    """Slots beyond those of the profile, in the order of their indices."""
+
+    profile: Profile
+    """The profile with these slots, which belong to a pass of their own."""
+    first: int
+    """Index of the first of them."""
+    loads: tuple[WeightLoad, ...]
+    """Reads of weights in the order of need."""
+    updates: tuple[WeightUpdate, ...]
+    read_bytes: dict[int, int] = field(default_factory=dict)
+    """Bytes that each moves from flash; the next is to flash."""
+    write_bytes: dict[int, int] = field(default_factory=dict)
+    update_ns: dict[int, int] = field(default_factory=dict)
+    """Time of the arithmetic of each piece."""
+
+    def fill(self, moves: Moves, machine: Machine) -> None:
+        """Enter the bytes and times of these slots."""
+        for load in self.loads:
+            moves.action[load.slot] = OFFLOADED
+            moves.tier[load.slot] = FLASH
+            moves.read_work_ns[load.slot] = machine.read_work_ns(load.nbytes)
+        for i, nbytes in self.read_bytes.items():
+            moves.flash_in_ns[i] = _busy_ns(machine, nbytes, writing=False)
+            if machine.flash_over_link:
+                moves.link_in_ns[i] = round(nbytes / machine.host_read_bytes_per_s * 1e9)
+        for i, nbytes in self.write_bytes.items():
+            moves.flash_out_ns[i] = _busy_ns(machine, nbytes, writing=True)
+            if machine.flash_over_link:
+                moves.link_out_ns[i] = round(nbytes / machine.host_write_bytes_per_s * 1e9)
+
+    def update_times(self) -> list[int]:
+        """Return the time of the arithmetic of every slot; 0 for those that are no pieces."""
+        return [self.update_ns.get(i, 0) for i in range(len(self.profile.slots))]
+
+    def needed(self) -> list[tuple[int, int, int]]:
+        """Return, for each begin of a load or gradient, (time, bytes in use from then on, its load).
+
+        In the order of time. The load is its index in ``loads``; -1 for a gradient.
+        """
+        return needed(
+            [(one.begin_ns, one.end_ns, one.nbytes) for one in self.loads],
+            [(one.begin_ns, one.end_ns, one.nbytes) for one in self.updates],
+        )
+
+
+def needed(
+    loads: Sequence[tuple[int, int, int]], gradients: Sequence[tuple[int, int, int]]
+) -> list[tuple[int, int, int]]:
+    """Return (time, bytes in use from then on, load) of each begin; each is (begin, end, bytes)."""
+    begins = [(begin, index) for index, (begin, _, _) in enumerate(loads)]
+    begins += [(begin, -1) for begin, _, _ in gradients]
+    changes = sorted(
+        change
+        for begin, end, nbytes in (*loads, *gradients)
+        for change in ((begin, nbytes), (end, -nbytes))
+    )
+    times, levels, level = [], [], 0
+    for when, delta in changes:
+        level += delta
+        times.append(when)
+        levels.append(level)
+    return [(when, levels[bisect_right(times, when) - 1], index) for when, index in sorted(begins)]
+
+
+def step_slots(
+    profile: Profile, machine: Machine, weights: Sequence[ModuleWeights], choice: WeightsChoice
+) -> StepSlots:
+    """Make the slots of all weights that are read or updated in a step of a profile.
+
+    Args:
+        profile: The step, with the operators to which the weights refer.
+        machine: The machine.
+        weights: Its weights.
+        choice: Which of them stay in memory.
+    """
+    maker = _SlotMaker(profile, machine)
+    for one in weights:
+        maker.add(one, choice)
+    return maker.made()
+
+
+class _SlotMaker:
+    def __init__(self, profile: Profile, machine: Machine) -> None:
+        self._given = profile
+        self._machine = machine
+        self._pass = max((one.index for one in profile.passes), default=0) + 1
+        self._slots: list[SlotProfile] = []
+        self._loads: list[WeightLoad] = []
+        self._updates: list[WeightUpdate] = []
+        self._made = StepSlots(profile, len(profile.slots), (), ())
+
+    def add(self, one: ModuleWeights, choice: WeightsChoice) -> None:
+        streamed = one.module not in choice.kept
+        handed = None
+        for use in one.uses if streamed else ():
+            load = self._load(one, use)
+            if load.handed_over:
+                handed = load.slot
+        if one.updated:
+            states = 0 if one.module in choice.cached else one.state_bytes
+            self._update(one, handed, states, one.written_bytes * streamed)
+
+    def made(self) -> StepSlots:
+        begin, end = self._given.axis_ns
+        own = PassProfile(self._pass, begin, end, end)
+        moments = (
+            slot.saved_at_ns if slot.needed_at_ns is None else slot.needed_at_ns
+            for slot in self._slots
+        )
+        beside = [
+            replace(slot, small_bytes=small, small_bytes_at_need=small)
+            for slot, small in zip(self._slots, _small_at(self._given, moments), strict=True)
+        ]
+        profile = replace(
+            self._given,
+            slots=(*self._given.slots, *beside),
+            passes=(*self._given.passes, own),
+        )
+        loads = tuple(sorted(self._loads, key=lambda load: (load.begin_ns, load.slot)))
+        return replace(self._made, profile=profile, loads=loads, updates=tuple(self._updates))
+
+    def _slot(self, module: str, nbytes: int, begin_ns: int, needed_ns: int | None) -> int:
+        key = SlotKey(f"{module} (weights)", len(self._slots), nbytes)
+        self._slots.append(
+            SlotProfile(key, self._pass, begin_ns, needed_ns, "weights", False, "uint8")
+        )
+        return self._made.first + len(self._slots) - 1
+
+    def _load(self, one: ModuleWeights, use: WeightUse) -> WeightLoad:
+        begin_ns, end_ns = use.span_ns(self._given.operators)
+        axis_ns, _ = self._given.axis_ns
+        slot = self._slot(one.module, one.read_bytes, axis_ns, begin_ns)
+        handed = one.updated and one.gradient is not None and one.gradient.last == use.last
+        load = WeightLoad(slot, one, begin_ns, end_ns, one.read_bytes, handed)
+        self._made.read_bytes[slot] = one.read_bytes
+        self._loads.append(load)
+        return load
+
+    def _update(self, one: ModuleWeights, load: int | None, states: int, written: int) -> None:
+        assert one.gradient is not None
+        begin_ns, end_ns = one.gradient.span_ns(self._given.operators)
+        gradient = self._slot(one.module, one.trained_bytes, begin_ns, None)
+        took_ns = update_ns(one, self._machine)
+        update = WeightUpdate(gradient, begin_ns, end_ns, one.trained_bytes, load, took_ns)
+        self._updates.append(update)
+        moved = 2 * states + written
+        if not moved:
+            return
+        held = one.trained_bytes + (one.read_bytes if load is not None else 0)
+        count = min(max(1, moved // PIECE_BYTES), MOST_PIECES, held)
+        parts = zip(
+            _divided(held, count),
+            _divided(states, count),
+            _divided(states + written, count),
+            _divided(took_ns, count),
+            strict=True,
+        )
+        pieces = []
+        for nbytes, read, write, took in parts:
+            slot = self._slot(one.module, nbytes, end_ns, None)
+            self._made.read_bytes[slot] = read
+            self._made.write_bytes[slot] = write
+            self._made.update_ns[slot] = took
+            update.work_ns += self._machine.read_work_ns(read) if read else 0
+            update.work_ns += self._machine.write_work_ns(write)
+            pieces.append(slot)
+        update.pieces = tuple(pieces)
+
+
+def update_ns(one: ModuleWeights, machine: Machine) -> int:
+    """Return the time of the arithmetic of a module's update: that of its memory traffic.
+
+    Weights, states and records pass through memory both ways, gradients one way. 0 if the machine's
+    memory bandwidth is not known.
+    """
+    if machine.compute is None or not one.updated:
+        return 0
+    traffic = 3 * one.trained_bytes + 2 * one.record_bytes
+    return round(traffic / machine.compute.memory_bytes_per_s * 1e9)
+
+
+def _small_at(profile: Profile, times: Iterable[int]) -> Iterator[int]:
+    """Yield the bytes beside the slots at each time: those of the last save or need until then."""
+    moments, levels = [], []
+    for when, event, i in profile.steps:
+        if event is not Event.FREE:
+            moments.append(when)
+            levels.append(profile.small_at(event, i))
+    for when in times:
+        place = bisect_right(moments, when) - 1
+        yield levels[place] if place >= 0 else profile.small_bytes
+
+
+def _divided(total: int, count: int) -> list[int]:
+    """Divide a number into parts that differ by one at most."""
+    each, rest = divmod(total, count)
+    return [each + (part < rest) for part in range(count)]
+
+
+def _busy_ns(machine: Machine, nbytes: int, *, writing: bool) -> int:
+    return round(machine.flash_busy_s(nbytes, writing=writing) * 1e9) if nbytes else 0

@@ -1,0 +1,525 @@
+"""Plan of a whole training step: saved tensors, weights on flash, gradients and the optimizer's update.
+
+Memory is one number. What must be there comes first: the window for weights that come and go, with the
+gradient that is being made, the buffers of transfers, and the least that saved tensors need. What is left
+goes to weights, which save up to three transfers a step, and then to records and saved tensors, which
+save two. Plans for some shares of each are replayed, and the one with the shortest step is taken.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+from penstock.core.errors import BudgetError, NoSpaceError, PlanError
+from penstock.core.units import MIB, format_bytes, round_up
+from penstock.plan.convolution import with_algorithms
+from penstock.plan.groups import PAGE_BYTES
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.min_budget import min_budget
+from penstock.plan.plan import Plan
+from penstock.plan.profile import Profile
+from penstock.plan.replay.step_moves import MOST_PIECES, WeightsChoice, step_slots, update_ns
+from penstock.plan.replay.step_walk import ReplayedStep, replay_step
+from penstock.plan.weights import (
+    SMALL_BYTES,
+    ModuleWeights,
+    StepBytes,
+    share_of,
+    step_bytes,
+)
+
+Policy = Callable[[Profile, Machine, Budgets], Plan]
+ENGINE_BYTES: Final = 48 * MIB
+"""Host memory of the buffers that reads and writes of weights pass through."""
+_SHARES: Final = 16
+"""Shares of weights that are tried."""
+_RECORD_SHARES: Final = 4
+"""Shares of records that are tried."""
+_AMPLE_BYTES: Final = 1 << 60
+_AHEAD: Final = (0, 2, 8)
+"""Largest modules that the window holds beyond the least."""
+_SAVED: Final = (0.0, 0.5, 1.0)
+"""Budgets of saved tensors that are tried, between the least and all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Memory of a step in bytes, by what it is for."""
+
+    kept: int
+    """Weights that stay."""
+    cached: int
+    """Optimizer records that stay."""
+    window: int
+    """Weights that come and go, gradients, and updates on their way to flash."""
+    rings: int
+    """Buffers of transfers."""
+    saved: int
+    """Saved tensors; on an accelerator everything else on the device, too."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.kept + self.cached + self.window + self.rings + self.saved
+
+
+@dataclass(frozen=True, slots=True)
+class StepBounds:
+    """Times in ns that a step cannot be shorter than, each for one resource."""
+
+    compute: int
+    """Forward and backward; on a CPU with the arithmetic of updates, which uses the same cores."""
+    reads: int
+    """Reads from flash."""
+    writes: int
+    """Writes to flash."""
+    shared: bool
+    """True if reads and writes share one bandwidth, so that their sum counts."""
+    update: int
+    """Arithmetic of updates."""
+    link: int
+    """The busier direction of the link; 0 if flash is not behind it."""
+
+    @property
+    def flash(self) -> int:
+        """Time that flash takes."""
+        return self.reads + self.writes if self.shared else max(self.reads, self.writes)
+
+    @property
+    def step(self) -> int:
+        """The largest."""
+        return max(self.compute, self.flash, self.update, self.link)
+
+    @property
+    def binds(self) -> str:
+        """Name of the largest: ``"compute"``, ``"flash"``, ``"link"`` or ``"update"``."""
+        bounds = {
+            "compute": self.compute,
+            "flash": self.flash,
+            "link": self.link,
+            "update": self.update,
+        }
+        return max(bounds, key=bounds.__getitem__)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Plan of one training step with weights on flash, and what it costs."""
+
+    machine: str
+    """Name of the machine."""
+    saved: Plan
+    """Plan for saved tensors, within ``memory.saved``."""
+    kept: tuple[str, ...]
+    """Modules whose weights stay in memory, in the order of the module tree."""
+    cached: tuple[str, ...]
+    """Modules whose optimizer records stay in memory."""
+    order: tuple[str, ...]
+    """Modules in the order in which their weights are read, once for each use."""
+    memory: StepMemory
+    memory_bytes: int
+    """The memory that was given."""
+    least_bytes: int
+    """Least memory for this step."""
+    disk_bytes: int
+    """Bytes on flash: all weights, all records, and the most saved tensors at once."""
+    parameters: int
+    """Number of trained parameters."""
+    weight_bytes: int
+    """Bytes of all weights."""
+    bounds: StepBounds
+    replayed: ReplayedStep
+    hidden_factor: float | None
+    """How many times as many tokens a step (images, sequences) would just hide the flash behind compute;
+    1 or less: it is hidden. None: no number would, since saved tensors take longer to move than to
+    compute."""
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written to flash in a step."""
+        return self.replayed.moved.written + self.replayed.activations_written
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from flash in a step."""
+        return self.replayed.moved.read + self.replayed.activations_read
+
+    def steps_until(self, tbw_bytes: int) -> int | None:
+        """Return the number of steps that write ``tbw_bytes``; None if nothing is written."""
+        return tbw_bytes // self.written_bytes if self.written_bytes else None
+
+
+def least_window(profile: Profile, weights: Sequence[ModuleWeights], kept: frozenset[str]) -> int:
+    """Return the least window: what is needed at once, and the module that is read next beside it.
+
+    Needed at once are the weights in use and the gradients that are being made.
+    """
+    choice = WeightsChoice(kept)
+    slots = step_slots(profile, _ANY, weights, choice)
+    needed = slots.needed()
+    most = following = 0
+    for _, level, load in reversed(needed):
+        most = max(most, level + following)
+        if load >= 0:
+            following = slots.loads[load].nbytes
+    return most
+
+
+_ANY: Final = Machine("any", 1.0, 1.0, 0.0, 1.0, 1.0)
+
+
+def without_weights(profile: Profile, weights: Sequence[ModuleWeights]) -> Profile:
+    """Return a profile of all device memory without parameters and gradients, which are planned apart.
+
+    A profile of saved tensors only has none of them, and is returned as it is.
+    """
+    if not profile.fixed_bytes:
+        return profile
+    less = sum(one.nbytes + one.trained_bytes * one.updated for one in weights)
+    return replace(
+        profile,
+        fixed_bytes=max(0, profile.fixed_bytes - less),
+        small_bytes=max(0, profile.small_bytes - less),
+        slots=tuple(
+            replace(
+                slot,
+                small_bytes=None if slot.small_bytes is None else max(0, slot.small_bytes - less),
+                small_bytes_at_need=None
+                if slot.small_bytes_at_need is None
+                else max(0, slot.small_bytes_at_need - less),
+            )
+            for slot in profile.slots
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    choice: WeightsChoice
+    memory: StepMemory
+    saved: Plan
+
+
+class StepPlanner:
+    """Search for the plan of a whole step.
+
+    Plans do not depend on the memory: it only decides which of them may be taken. So more memory never
+    makes a step longer.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        weights: Sequence[ModuleWeights],
+        machine: Machine,
+        *,
+        policy: Policy,
+        least_policy: Policy | None = None,
+        ring_bytes: int = 0,
+        host_bytes: int = 0,
+        flash_bytes: int | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            profile: One step, with operators.
+            weights: Its weights, whose uses refer to these operators.
+            machine: The machine.
+            policy: Policy for saved tensors.
+            least_policy: A policy that needs no more memory and is quicker, to find the least budget of
+                saved tensors; None: ``policy``.
+            ring_bytes: Memory of the buffers that weights and records pass through (``ENGINE_BYTES``, and
+                the optimizer's ring).
+            host_bytes: Host memory for saved tensors, beyond ``device_bytes``; 0 on a CPU.
+            flash_bytes: Room on flash for everything; None: as much as is needed.
+
+        Raises:
+            NoSpaceError: Flash has no room for weights and records.
+            PlanError: The profile has no operators, or weights refer to operators that it does not have.
+        """
+        last = max((use.last for one in weights for use in one.uses), default=-1)
+        if last >= len(profile.operators):
+            raise PlanError(
+                f"profile: weights refer to operator {last}, but it has {len(profile.operators)};"
+                " make it from shapes, with its weights"
+            )
+        self._profile = without_weights(profile, weights)
+        self._weights = tuple(weights)
+        self._machine = machine
+        self._policy = policy
+        self._least_policy = least_policy or policy
+        self._rings = ring_bytes
+        self.home_bytes = sum(one.read_bytes for one in weights)
+        self.record_bytes = sum(one.state_bytes for one in weights)
+        self._room_bytes = self._check_room(flash_bytes)
+        self._host_bytes = host_bytes
+
+    def _check_room(self, flash_bytes: int | None) -> int:
+        """Return the room on flash that is left for saved tensors."""
+        homes = self.home_bytes + self.record_bytes
+        if flash_bytes is None:
+            return _AMPLE_BYTES
+        if homes > flash_bytes:
+            count = sum(w.trained or w.nbytes // 4 for w in self._weights)
+            largest = flash_bytes * count // homes
+            raise NoSpaceError(
+                errno=errno.ENOSPC,
+                op="plan of weights",
+                path="flash",
+                offset_bytes=0,
+                nbytes=0,
+                free_bytes=flash_bytes,
+                advice=f"weights take {format_bytes(self.home_bytes)} and optimizer records"
+                f" {format_bytes(self.record_bytes)}, {homes} bytes in all, and {flash_bytes} are free;"
+                f" the largest model of this kind that fits has {largest / 1e6:.4g} M parameters; free"
+                " space, or choose a smaller format of the optimizer's state",
+            )
+        return flash_bytes - homes
+
+    @cached_property
+    def candidates(self) -> tuple[_Candidate, ...]:
+        """All plans that are considered, whatever the memory."""
+        return tuple(self._candidates())
+
+    @cached_property
+    def least(self) -> StepMemory:
+        """Memory of the plan that needs least.
+
+        Raises:
+            PlanError: No plan keeps its own budget, or the tiers have no room for saved tensors.
+        """
+        for one in sorted(self.candidates, key=lambda one: one.memory.total):
+            if self._fits(self.replay(one)):
+                return one.memory
+        raise PlanError(
+            "no plan was found for the saved tensors of this step, with"
+            f" {format_bytes(self._host_bytes)} of host memory and {format_bytes(self._room_bytes)} of"
+            " flash left for them; give more of these, or a smaller batch"
+        )
+
+    @property
+    def _saved_plans(self) -> tuple[tuple[int, Plan], ...]:
+        """Budgets of saved tensors with a plan that keeps them; cached in the profile."""
+        key = ("saved plans", self._policy, self._machine, self._host_bytes)
+        known: tuple[tuple[int, Plan], ...] | None = self._profile.derived.get(key)
+        if known is None:
+            known = self._profile.derived[key] = tuple(self._find_saved_plans())
+        return known
+
+    def _find_saved_plans(self) -> Iterator[tuple[int, Plan]]:
+        profile, machine = self._profile, self._machine
+        tiers = Budgets(1, self._host_bytes, _AMPLE_BYTES)
+        whole = profile.peak_saved_bytes
+        least = min_budget(profile, machine, tiers, self._least_policy)
+        least = whole if least is None else least
+        span = max(0, whole - least)
+        budgets = {least, *(round_up(int(least + span * share), PAGE_BYTES) for share in _SAVED)}
+        for nbytes in sorted(budgets):
+            plan = self._policy(profile, machine, replace(tiers, device_bytes=nbytes))
+            if plan.feasible:
+                yield nbytes, plan
+
+    def _candidates(self) -> Iterator[_Candidate]:
+        profile = self._profile
+        largest = max((one.read_bytes for one in self._weights), default=0)
+        for choice in self._choices():
+            least = least_window(profile, self._weights, choice.kept)
+            streamed = sum(
+                one.read_bytes + one.trained_bytes
+                for one in self._weights
+                if one.module not in choice.kept
+            )
+            kept, cached = self._sizes(choice)
+            windows = {min(least + ahead * largest, max(least, 2 * streamed)) for ahead in _AHEAD}
+            for window in sorted(windows):
+                for nbytes, plan in self._saved_plans:
+                    yield _Candidate(
+                        replace(choice, window_bytes=window),
+                        StepMemory(kept, cached, window, self._rings, nbytes),
+                        plan,
+                    )
+
+    def _choices(self) -> Iterator[WeightsChoice]:
+        """Yield choices that keep more and more: weights first, then records."""
+        ordered = sorted(
+            (one for one in self._weights if one.uses), key=lambda one: one.uses[0].first
+        )
+        sizes = [(one.module, one.nbytes) for one in ordered]
+        records = [(one.module, one.state_bytes) for one in ordered if one.state_bytes]
+        unused = frozenset(one.module for one in self._weights if not one.uses)
+        seen = set()
+        for part in range(_SHARES + 1):
+            kept = share_of(sizes, part / _SHARES, always_bytes=SMALL_BYTES) - unused
+            if kept not in seen:
+                seen.add(kept)
+                yield WeightsChoice(kept)
+        every = frozenset(name for name, _ in sizes)
+        for part in range(1, _RECORD_SHARES + 1):
+            cached = share_of(records, part / _RECORD_SHARES)
+            if cached:
+                yield WeightsChoice(every, cached)
+
+    def _sizes(self, choice: WeightsChoice) -> tuple[int, int]:
+        kept = sum(one.read_bytes for one in self._weights if one.module in choice.kept)
+        cached = sum(one.state_bytes for one in self._weights if one.module in choice.cached)
+        return kept, cached
+
+    def plan(self, memory_bytes: int) -> StepPlan:
+        """Return the plan with the shortest step within ``memory_bytes``.
+
+        Of two with equal steps it is the one that writes less, then that which takes less memory.
+
+        Raises:
+            BudgetError: The memory is below the least.
+        """
+        if memory_bytes < self.least.total:
+            raise self._too_little(memory_bytes)
+        fitting = [one for one in self.candidates if one.memory.total <= memory_bytes]
+        bounds = [(self._bound(one), place) for place, one in enumerate(fitting)]
+        best: tuple[tuple[int, int, int, int], _Candidate, ReplayedStep] | None = None
+        for bound, place in sorted(bounds):
+            if best is not None and bound > best[0][:2]:
+                break
+            one = fitting[place]
+            found = self.replay(one)
+            if not self._fits(found):
+                continue
+            written = found.moved.written + found.activations_written
+            rank = (found.step_ns, written, one.memory.total, place)
+            if best is None or rank < best[0]:
+                best = rank, one, found
+        assert best is not None  # the least fits
+        return self._made(best[1], best[2], memory_bytes)
+
+    def replay(self, one: _Candidate) -> ReplayedStep:
+        """Replay a candidate; cached."""
+        known = self._replayed.get(id(one))
+        if known is None:
+            known = self._replayed[id(one)] = replay_step(
+                self._profile, one.saved, self._machine, self._weights, one.choice
+            )
+        return known
+
+    def _fits(self, found: ReplayedStep) -> bool:
+        """Return True if memory was kept, and the tiers have room for saved tensors."""
+        host, flash = found.tier_peak_bytes
+        return found.feasible and host <= self._host_bytes and flash <= self._room_bytes
+
+    @cached_property
+    def _replayed(self) -> dict[int, ReplayedStep]:
+        return {}
+
+    def _bound(self, one: _Candidate) -> tuple[int, int]:
+        """Return a time that no replay of a candidate is shorter than, and least bytes written."""
+        moved = step_bytes(self._weights, one.choice.kept, one.choice.cached)
+        transfers = sum(each.loads + 2 * MOST_PIECES for each in self._weights)  # each is rounded
+        return self._bounds(moved, one.saved).step - transfers, moved.written
+
+    def _bounds(self, moved: StepBytes, saved: Plan) -> StepBounds:
+        """Return bounds from weights, records and compute alone."""
+        machine = self._machine
+        profile = with_algorithms(self._profile, machine, saved.workspace_limits)
+        begin, end = profile.axis_ns
+        updates = sum(update_ns(one, machine) for one in self._weights)
+        own = updates if profile.device == "cpu" else 0
+        link = (0, 0)
+        if machine.flash_over_link:
+            link = (
+                round(moved.read / machine.host_read_bytes_per_s * 1e9),
+                round(moved.written / machine.host_write_bytes_per_s * 1e9),
+            )
+        reads, writes = self._flash_ns(moved)
+        return StepBounds(
+            compute=end - begin + own,
+            reads=reads,
+            writes=writes,
+            shared=machine.flash_shared,
+            update=updates,
+            link=max(link),
+        )
+
+    def _flash_ns(self, moved: StepBytes) -> tuple[int, int]:
+        """Return the time of reads and writes at full bandwidth."""
+        machine = self._machine
+        if machine.flash_service is not None:  # its times depend on sizes: count none here
+            return 0, 0
+        return (
+            int(moved.read / machine.flash_read_bytes_per_s * 1e9),
+            int(moved.written / machine.flash_write_bytes_per_s * 1e9),
+        )
+
+    def _made(self, one: _Candidate, found: ReplayedStep, memory_bytes: int) -> StepPlan:
+        machine = self._machine
+        profile = with_algorithms(self._profile, machine, one.saved.workspace_limits)
+        own = found.update_ns if profile.device == "cpu" else 0
+        bounds = StepBounds(
+            compute=found.compute_ns + own,
+            reads=found.read_ns,
+            writes=found.write_ns,
+            shared=machine.flash_shared,
+            update=found.update_ns,
+            link=found.link_ns,
+        )
+        slots = step_slots(profile, machine, self._weights, one.choice)
+        names = [w.module for w in self._weights]
+        return StepPlan(
+            machine=machine.name,
+            saved=one.saved,
+            kept=tuple(name for name in names if name in one.choice.kept),
+            cached=tuple(name for name in names if name in one.choice.cached),
+            order=tuple(load.weights.module for load in slots.loads),
+            memory=one.memory,
+            memory_bytes=memory_bytes,
+            least_bytes=self.least.total,
+            disk_bytes=self.home_bytes + self.record_bytes + found.tier_peak_bytes[1],
+            parameters=sum(w.trained for w in self._weights if w.updated),
+            weight_bytes=sum(w.nbytes for w in self._weights),
+            bounds=bounds,
+            replayed=found,
+            hidden_factor=_hidden_factor(found, machine),
+        )
+
+    def _too_little(self, memory_bytes: int) -> BudgetError:
+        least = self.least
+        largest = max(self._weights, key=lambda one: one.nbytes + one.trained_bytes * one.updated)
+        return BudgetError(
+            f"memory of {format_bytes(memory_bytes)} ({memory_bytes} bytes) is too little for this step:"
+            f" it needs {least.total} bytes, {format_bytes(least.total)}: a window of"
+            f" {format_bytes(least.window)} for weights and gradients, of which the largest module is"
+            f" {largest.module or '<root>'!r} with {format_bytes(largest.nbytes)},"
+            f" {format_bytes(least.rings)} of buffers, {format_bytes(least.kept)} of weights that stay"
+            f" and {format_bytes(least.saved)} of saved tensors; give at least that, or a smaller batch",
+            slot=largest.module,
+            limit_bytes=memory_bytes,
+            least_bytes=least.total,
+        )
+
+
+def _hidden_factor(found: ReplayedStep, machine: Machine) -> float | None:
+    """Return the factor on tokens at which compute just hides flash.
+
+    Compute and saved tensors grow with the tokens; weights and records do not. On a CPU the update
+    takes its time from compute.
+    """
+    moved = found.moved
+    whole_read, whole_written = moved.read + found.activations_read, moved.written
+    whole_written += found.activations_written
+    reads = (found.read_ns * moved.read / whole_read) if whole_read else 0.0
+    writes = (found.write_ns * moved.written / whole_written) if whole_written else 0.0
+    grows = found.compute_ns
+    if machine.flash_shared:
+        grows_flash = (found.read_ns - reads) + (found.write_ns - writes)
+        return _ratio(reads + writes, grows - grows_flash)
+    one = _ratio(reads, grows - (found.read_ns - reads))
+    other = _ratio(writes, grows - (found.write_ns - writes))
+    return None if one is None or other is None else max(one, other)
+
+
+def _ratio(fixed_ns: float, left_ns: float) -> float | None:
+    if not fixed_ns:
+        return 0.0
+    return fixed_ns / left_ns if left_ns > 0 else None

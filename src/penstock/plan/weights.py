@@ -1,0 +1,184 @@
+"""Weights whose place is on flash: what each module's are, when they are used, and bytes of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from penstock.core.errors import PlanError
+from penstock.core.units import KIB, round_up
+from penstock.plan.groups import PAGE_BYTES
+from penstock.plan.operators import Operator
+
+SMALL_BYTES: Final = 64 * KIB
+"""Weights of a module up to this size are always kept: a transfer takes longer than its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUse:
+    """Operators of a profile that use a module's weights one after the other."""
+
+    first: int
+    """Index of the first operator."""
+    last: int
+    """Index of the last operator."""
+    backward: bool
+
+    def span_ns(self, operators: Sequence[Operator]) -> tuple[int, int]:
+        """Return begin and end in ns, on the axis of the operators."""
+        begin_ns = operators[self.first].start_ns
+        return begin_ns, max(operators[self.last].end_ns, begin_ns + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleWeights:
+    """Parameters that one module owns itself, without those of modules inside it.
+
+    Raises:
+        PlanError: A count is negative, more is trained than there is, operators are not in order, or no
+            use ends with the gradient.
+    """
+
+    module: str
+    """Path of the module; ``""`` is the root."""
+    nbytes: int
+    """Bytes of all its parameters. Parameters that share a storage count where they are found first."""
+    trained_bytes: int = 0
+    """Bytes of those that are trained; their gradients have as many."""
+    trained: int = 0
+    """Number of trained parameters (elements)."""
+    dtype: str = "float32"
+    """Type of its parameters."""
+    uses: tuple[WeightUse, ...] = ()
+    """Uses in one step, in order. Each needs the weights in memory."""
+    gradient: WeightUse | None = None
+    """Operators from the first that makes its gradient until it is final; None: it gets none."""
+    record_bytes: int = 0
+    """Bytes of the optimizer's records for it, which an update reads and writes once."""
+
+    def __post_init__(self) -> None:
+        if min(self.nbytes, self.trained_bytes, self.trained, self.record_bytes) < 0:
+            raise PlanError(f"weights of {self.module!r}: a count is negative: {self}")
+        if self.trained_bytes > self.nbytes:
+            raise PlanError(
+                f"weights of {self.module!r}: {self.trained_bytes} bytes are trained, of {self.nbytes}"
+            )
+        for use in (*self.uses, *([] if self.gradient is None else [self.gradient])):
+            if not 0 <= use.first <= use.last:
+                raise PlanError(f"weights of {self.module!r}: operators of {use} are not in order")
+        if self.gradient is not None and self.gradient.last not in {use.last for use in self.uses}:
+            raise PlanError(
+                f"weights of {self.module!r}: no use ends with its gradient, at operator"
+                f" {self.gradient.last}, but the update needs them then"
+            )
+
+    @property
+    def updated(self) -> bool:
+        """True if a step changes it."""
+        return self.gradient is not None and self.trained > 0
+
+    @property
+    def loads(self) -> int:
+        """Number of reads in a step, if its weights are on flash."""
+        return len(self.uses)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of one read, in whole pages."""
+        return round_up(self.nbytes, PAGE_BYTES)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that a step writes home, in whole pages: those of trained parameters."""
+        return round_up(self.trained_bytes, PAGE_BYTES) if self.updated else 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of its records that a step reads, and writes."""
+        return self.record_bytes if self.updated else 0
+
+
+def with_records(
+    weights: Iterable[ModuleWeights], record_bytes: Callable[[int, str], int]
+) -> tuple[ModuleWeights, ...]:
+    """Return the weights with records of ``record_bytes(trained elements, dtype)`` bytes."""
+    return tuple(
+        replace(one, record_bytes=record_bytes(one.trained, one.dtype) if one.trained else 0)
+        for one in weights
+    )
+
+
+def forward_only(weights: Iterable[ModuleWeights]) -> tuple[ModuleWeights, ...]:
+    """Return the weights as inference uses them: no backward, no gradient, no update."""
+    return tuple(
+        replace(
+            one,
+            uses=tuple(use for use in one.uses if not use.backward),
+            gradient=None,
+            record_bytes=0,
+        )
+        for one in weights
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """Bytes that a step moves between flash and memory for weights and their update."""
+
+    weights_read: int = 0
+    weights_written: int = 0
+    records_read: int = 0
+    records_written: int = 0
+
+    @property
+    def read(self) -> int:
+        """Bytes read in all."""
+        return self.weights_read + self.records_read
+
+    @property
+    def written(self) -> int:
+        """Bytes written in all."""
+        return self.weights_written + self.records_written
+
+
+def step_bytes(
+    weights: Iterable[ModuleWeights], kept: frozenset[str], cached: frozenset[str]
+) -> StepBytes:
+    """Count the bytes of a step, to the page.
+
+    Args:
+        weights: All weights.
+        kept: Modules whose weights stay in memory.
+        cached: Modules whose records stay in memory.
+    """
+    streamed = [one for one in weights if one.module not in kept]
+    states = sum(one.state_bytes for one in weights if one.module not in cached)
+    return StepBytes(
+        weights_read=sum(one.loads * one.read_bytes for one in streamed),
+        weights_written=sum(one.written_bytes for one in streamed),
+        records_read=states,
+        records_written=states,
+    )
+
+
+def share_of(
+    sizes: Sequence[tuple[str, int]], share: float, *, always_bytes: int = 0
+) -> frozenset[str]:
+    """Choose names whose sizes are at most a share of all bytes, spread evenly over the order.
+
+    Evenly, because flash then has something to read all the time. Those of at most ``always_bytes`` are
+    always chosen, and count for nothing.
+    """
+    if share >= 1:
+        return frozenset(name for name, _ in sizes)
+    chosen, seen_bytes, taken_bytes = set(), 0, 0
+    for name, nbytes in sizes:
+        if nbytes <= always_bytes:
+            chosen.add(name)
+            continue
+        seen_bytes += nbytes
+        if taken_bytes + nbytes <= share * seen_bytes:
+            chosen.add(name)
+            taken_bytes += nbytes
+    return frozenset(chosen)

@@ -1,0 +1,191 @@
+"""Tables of one planned training step with weights on flash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock.core.units import format_bytes, format_duration
+from penstock.observe.summary_text import add_row, grid, percent
+from penstock.plan.training_step import StepPlan
+from penstock.report.plan_table import wear
+
+_BINDS: Final = {
+    "compute": "compute",
+    "flash": "flash",
+    "link": "the link",
+    "update": "the arithmetic of updates",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedStep:
+    """The step with one thing changed."""
+
+    name: str
+    """Name of the change."""
+    units: int
+    """Tokens or samples in the step."""
+    plan: StepPlan | None
+    """The plan; None: it is refused."""
+    refused: str = ""
+    """Reason of the refusal, in a few words."""
+
+
+def whole_step(
+    plan: StepPlan,
+    *,
+    units: int,
+    unit: str,
+    tbw_bytes: int | None,
+    flash_bytes: int | None,
+    verbose: bool,
+) -> RenderableType:
+    """Return everything about one plan.
+
+    Args:
+        plan: The plan.
+        units: Tokens or samples in the step.
+        unit: Which of the two.
+        tbw_bytes: Bytes written that the SSD is rated for.
+        flash_bytes: Room on flash.
+        verbose: Name the modules whose weights stay, too.
+    """
+    parts: list[RenderableType] = [
+        _time(plan),
+        Group(_bounds(plan), Text(), Text(verdict(plan, units=units, unit=unit))),
+        _memory(plan),
+        Group(_traffic(plan), Text(), Text(_disk(plan, flash_bytes))),
+        Text(wear(plan.written_bytes, tbw_bytes)),
+    ]
+    if verbose:
+        parts.append(Text(f"weights that stay: {', '.join(plan.kept) or 'none'}"))
+    spaced = [line for part in parts for line in (part, Text())]
+    return Group(*spaced[:-1])
+
+
+def verdict(plan: StepPlan, *, units: int, unit: str) -> str:
+    """Say what binds, and from how many tokens or samples a step flash is hidden."""
+    text = f"{_BINDS[plan.bounds.binds]} binds"
+    if not plan.read_bytes + plan.written_bytes:
+        return f"{text}; nothing moves between memory and flash"
+    factor = plan.hidden_factor
+    if factor is None:
+        return (
+            f"{text}; no number of {unit} hides flash behind compute, since saved tensors take longer to"
+            " move than to compute"
+        )
+    return (
+        f"{text}; flash hides behind compute from {hiding_units(plan, units)} {unit} a step on (T*)"
+    )
+
+
+def hiding_units(plan: StepPlan, units: int) -> str:
+    """Return the tokens or samples a step that just hide flash behind compute; ``"-"`` if none do."""
+    return "-" if plan.hidden_factor is None else f"{round(plan.hidden_factor * units)}"
+
+
+def changed_steps(steps: Sequence[ChangedStep], *, unit: str) -> Table:
+    """Return a table of what changes would do; the first line is the step as it is."""
+    names = ["", "step", f"a 1000\n{unit}", "binds", f"T*,\n{unit}", "written", "disk"]
+    table = grid("What would change it", names)
+    for one in steps:
+        if one.plan is None:
+            add_row(table, one.name, "-", "-", one.refused, "-", "-", "-")
+            continue
+        step_s = one.plan.replayed.step_ns / 1e9
+        add_row(
+            table,
+            one.name,
+            format_duration(step_s),
+            format_duration(step_s / one.units * 1000),
+            one.plan.bounds.binds,
+            hiding_units(one.plan, one.units),
+            format_bytes(one.plan.written_bytes),
+            format_bytes(one.plan.disk_bytes),
+        )
+    return table
+
+
+def _time(plan: StepPlan) -> Table:
+    found = plan.replayed
+    table = grid("One step", ("", "time", "of the step"))
+    parts = {
+        "forward and backward": found.compute_ns,
+        "arithmetic of updates": found.update_delay_ns,
+        "slowed down by transfers": found.interference_ns,
+        "waits for memory": found.room_ns,
+        "waits for demand reads": found.demand_ns,
+        "waits for late prefetches": found.late_ns,
+        "updates after the end of backward": found.tail_ns,
+    }
+    for name, took_ns in parts.items():
+        if took_ns:
+            _add_time(table, name, took_ns, found.step_ns)
+    _add_time(table, "the whole step", found.step_ns, found.step_ns)
+    return table
+
+
+def _bounds(plan: StepPlan) -> Table:
+    bounds, step_ns = plan.bounds, plan.replayed.step_ns
+    table = grid("What binds", ("busy", "time", "of the step"))
+    flash = "flash, one after the other" if bounds.shared else "flash, both at once"
+    for name, took_ns in {
+        "compute": bounds.compute,
+        "flash reads": bounds.reads,
+        "flash writes": bounds.writes,
+        flash: bounds.flash,
+        "arithmetic of updates": bounds.update,
+        "link": bounds.link,
+    }.items():
+        if took_ns:
+            _add_time(table, name, took_ns, step_ns)
+    return table
+
+
+def _add_time(table: Table, name: str, took_ns: int, step_ns: int) -> None:
+    share = percent(took_ns / step_ns) if step_ns else "-"
+    add_row(table, name, format_duration(took_ns / 1e9), share)
+
+
+def _memory(plan: StepPlan) -> Table:
+    table = grid("Memory", ("", "bytes", "of the memory"))
+    memory = plan.memory
+    for name, nbytes in {
+        f"weights that stay, of {len(plan.kept)} modules": memory.kept,
+        "weights that come and go, gradients, updates": memory.window,
+        "optimizer records that stay": memory.cached,
+        "buffers of transfers": memory.rings,
+        "saved tensors": memory.saved,
+        "in all": memory.total,
+    }.items():
+        if nbytes:
+            add_row(table, name, format_bytes(nbytes), percent(nbytes / plan.memory_bytes))
+    return table
+
+
+def _traffic(plan: StepPlan) -> Table:
+    table = grid("Flash in one step", ("", "read", "written"))
+    moved, found = plan.replayed.moved, plan.replayed
+    for name, read, written in (
+        ("weights", moved.weights_read, moved.weights_written),
+        ("optimizer records", moved.records_read, moved.records_written),
+        ("saved tensors", found.activations_read, found.activations_written),
+        ("in all", plan.read_bytes, plan.written_bytes),
+    ):
+        if read or written or name == "in all":
+            add_row(table, name, format_bytes(read), format_bytes(written))
+    return table
+
+
+def _disk(plan: StepPlan, flash_bytes: int | None) -> str:
+    room = "" if flash_bytes is None else f", of {format_bytes(flash_bytes)}"
+    return (
+        f"{format_bytes(plan.disk_bytes)} of flash needed{room}: all weights, all records, and saved"
+        " tensors"
+    )

@@ -1,0 +1,183 @@
+"""``penstock plan --weights flash``: what it says of a whole step, and what it refuses."""
+
+import json
+
+import pytest
+
+from penstock.cli import main
+from penstock.cli.plan_step import FORMATS, record_bytes
+from penstock.core.units import MIB
+from penstock.optim import formats
+
+TINY = ["gpt2", "--set", "size=tiny", "--set", "width=256", "--machine", "cpu"]
+FLASH = ["--weights", "flash", "--optimizer", "adam"]
+OWN = """
+import torch
+from torch import nn
+
+def build(batch):
+    net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    return net.to(torch.bfloat16), torch.empty(batch, 1024, dtype=torch.bfloat16)
+
+def adapted(batch):
+    net, x = build(batch)
+    net.requires_grad_(False)
+    net.insert(1, nn.Linear(1024, 1024, dtype=torch.bfloat16))
+    return net, x
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own_weights.py"
+    path.write_text(OWN)
+    return path
+
+
+def told(capsys, *words):
+    assert main(["plan", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, code, *words):
+    assert main(["plan", *map(str, words)]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()[-1].removeprefix("penstock: error: ")
+
+
+def test_json_has_the_whole_step(capsys):
+    words = [*TINY, "--batch", "2", *FLASH, "--format", "int8", "--tbw", "1TB"]
+    facts = told(capsys, *words, "--memory", "160MiB")
+    step = facts["step"]
+    parts = ("compute_ns", "update_delay_ns", "interference_ns", "stall_ns", "tail_ns")
+    assert step["step_ns"] == sum(step[part] for part in parts)
+    assert step["memory"]["total"] <= facts["memory_bytes"] == 160 * MIB
+    assert step["least_bytes"] <= step["memory"]["total"]
+    assert step["written_bytes"] == step["moved"]["weights_written"] + (
+        step["moved"]["records_written"] + step["activations_written"]
+    )
+    assert step["steps_to_wear_out"] == 10**12 // step["written_bytes"]
+    assert (facts["units"], facts["unit"], facts["format"]) == (128, "tokens", "int8")
+    assert step["step_ns"] >= max(step["bounds"]["flash"], step["bounds"]["compute"])
+    changes = {one["change"]: one for one in facts["changes"]}
+    assert set(changes) == {
+        "a second SSD",
+        "twice the memory, 320.00 MiB",
+        "twice the tokens, 256",
+        "format exact",
+        "format split",
+        "format bf16",
+    }
+    assert changes["format split"]["refused"] == "not for these parameters"
+    exact, bf16 = (changes[f"format {name}"]["step"] for name in ("exact", "bf16"))
+    assert exact["disk_bytes"] > bf16["disk_bytes"] > step["disk_bytes"]
+    assert changes["twice the memory, 320.00 MiB"]["step"]["step_ns"] <= step["step_ns"]
+
+
+def test_text_says_what_binds_and_what_would_change_it(capsys):
+    words = [*TINY, "--batch", "2", *FLASH, "--memory", "160MiB", "--tbw", "600TB", "--verbose"]
+    assert main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "trained parameters",
+        "in format exact",
+        "the whole step",
+        "tokens a step on (T*)",
+        "of flash needed, of 78.09 GiB",
+        "written to the SSD in each step",
+        "What would change it",
+        "weights that stay:",
+    ):
+        assert line in out
+
+
+def test_tokens_stand_for_a_batch(capsys):
+    by_tokens = told(capsys, *TINY, "--tokens", "128", *FLASH)
+    assert (by_tokens["batch_size"], by_tokens["units"]) == (2, 128)
+    message = refused(capsys, 2, *TINY, "--tokens", "100", *FLASH)
+    assert message.startswith("--tokens is 100, and a sequence has 64")
+
+
+def test_a_network_of_ones_own_in_bfloat16_has_all_formats(capsys, own):
+    facts = told(
+        capsys, f"{own}:build", "--batch", "8", "--machine", "cpu", *FLASH, "--format", "split"
+    )
+    assert facts["unit"] == "samples"
+    assert [one["refused"] for one in facts["changes"]] == [None] * len(facts["changes"])
+    parameters = 4 * (1024 * 1024 + 1024)
+    assert facts["step"]["parameters"] == parameters
+    assert facts["step"]["disk_bytes"] == pytest.approx(12.125 * parameters, rel=0.01)
+
+
+def test_a_frozen_base_writes_only_its_adapter(capsys, own):
+    words = [f"{own}:adapted", "--batch", "8", "--machine", "cpu", *FLASH, "--format", "int8"]
+    least = told(capsys, *words)["step"]["least_bytes"]
+    facts = told(capsys, *words, "--memory", least)
+    assert facts["step"]["parameters"] == 1024 * 1024 + 1024
+    moved = facts["step"]["moved"]
+    assert moved["weights_read"] > moved["weights_written"] > 0
+    assert moved["weights_written"] < 2.01 * facts["step"]["parameters"]
+
+
+def test_too_little_memory_is_refused_with_the_least(capsys):
+    words = [*TINY, "--batch", "2", *FLASH]
+    least = told(capsys, *words)["step"]["least_bytes"]
+    message = refused(capsys, 1, *words, "--memory", least - 1)
+    assert f"it needs {least} bytes" in message
+    assert told(capsys, *words, "--memory", least)["step"]["memory"]["total"] == least
+
+
+def test_too_little_flash_is_refused_with_the_largest_model(capsys):
+    message = refused(capsys, 1, *TINY, "--batch", "2", *FLASH, "--flash-memory", "1MiB")
+    assert "1048576 are free; the largest model of this kind that fits has" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--batch", "2", "--weights", "flash", "--device-memory", "1GiB"], "use --memory"),
+        (["--batch", "2", "--weights", "flash", "--policy", "all"], "name one policy"),
+        (["--batch", "2", "--weights", "flash", "--save-plan", "a.json"], "no weights yet"),
+        (["--weights", "flash"], "neither is given"),
+        (["--batch", "2", "--tokens", "64", "--weights", "flash"], "both are given"),
+        (["--batch", "0", "--weights", "flash"], "--batch is 0"),
+        (["--tokens", "0", "--weights", "flash"], "--tokens is 0"),
+        (["--batch", "2", "--memory", "1GiB"], "--memory needs --weights flash"),
+        (["--batch", "2", "--format", "int8"], "--format needs --weights flash"),
+        (["--tokens", "64"], "--tokens needs --weights flash"),
+        ([*FLASH, "--batch", "2", "--format", "split"], "split"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(capsys, words, match):
+    assert match in refused(capsys, 2, *TINY, *words)
+
+
+def test_images_have_no_tokens_and_a_profile_has_no_weights(capsys, tmp_path):
+    images = ["alexnet", "--set", "size=tiny", "--machine", "cpu", "--weights", "flash"]
+    assert "give --batch" in refused(capsys, 2, *images, "--tokens", "64")
+    path = tmp_path / "step.json"
+    from penstock.plan import Profile
+
+    path.write_text(Profile("cpu", (), ()).to_json())
+    message = refused(capsys, 2, path, "--machine", "cpu", "--weights", "flash", "--batch", "1")
+    assert "does not say what the weights are" in message
+
+
+def test_records_are_those_of_the_optimizer():
+    assert formats.FORMATS == FORMATS
+    tile = 1 << 20
+    for dtype, form, each in (
+        ("float32", "exact", 8),
+        ("float32", "int8", 2 + 2 / 256),
+        ("bfloat16", "exact", 12),
+        ("bfloat16", "split", 10.125),
+        ("bfloat16", "bf16", 6),
+        ("bfloat16", "int8", 4 + 2 / 256),
+    ):
+        assert record_bytes("adam", form)(4 * tile, dtype) == pytest.approx(
+            4 * tile * each, rel=1e-3
+        )
+    assert record_bytes("adam", "exact")(1, "float32") == 4096
+    assert record_bytes("sgd", "exact")(tile, "float32") == 0
+    assert record_bytes("momentum", "exact")(tile, "float32") == 4 * tile

@@ -1,0 +1,388 @@
+"""A whole training step with weights on flash: bytes to the page, bounds, T*, memory, and refusals."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_profiles import MB, MS, stack
+
+from penstock.core.errors import BudgetError, NoSpaceError, PlanError
+from penstock.core.units import round_up
+from penstock.plan import (
+    Budgets,
+    Compute,
+    Machine,
+    Operator,
+    PassProfile,
+    Profile,
+    policies,
+)
+from penstock.plan.replay.step_moves import WeightsChoice
+from penstock.plan.replay.step_walk import replay_step
+from penstock.plan.training_step import StepPlanner, least_window, without_weights
+from penstock.plan.weights import (
+    SMALL_BYTES,
+    ModuleWeights,
+    StepBytes,
+    WeightUse,
+    forward_only,
+    share_of,
+    step_bytes,
+    with_records,
+)
+
+PAGE = 4096
+BOX = Machine("two cores", 5e9, 3.5e9, 0.0, 17e9, 17e9, flash_shared=True)
+"""The disk of the calculation below: reads 3.5 GB/s, writes 5 GB/s, of one bandwidth."""
+TERA = 0.55e12
+"""Operations a second of the same machine in bfloat16."""
+PER_PARAMETER = {"exact": 12.0, "split": 10.125, "bf16": 6.0, "int8": 2 + 2 * (1 + 1 / 256)}
+"""Bytes of the records of AdamW beside a bfloat16 weight."""
+
+
+def chain(times, *, saved_mb=0):
+    """Modules in a row that take these ns forward and twice as long backward; each saves a slot."""
+    operators, clock = [], 0
+    for i, took in enumerate(times):
+        operators.append(Operator("mm", f"m{i}", 0, False, clock, clock + took))
+        clock += took
+    turn = clock
+    for i, took in reversed(list(enumerate(times))):
+        operators.append(Operator("mm", f"m{i}", 0, True, clock, clock + 2 * took))
+        clock += 2 * took
+    slots = ()
+    if saved_mb:
+        count = len(times)
+        slots = tuple(
+            replace(
+                slot,
+                saved_at_ns=operators[i].start_ns,
+                needed_at_ns=operators[2 * count - 1 - i].start_ns,
+                pass_index=0,
+            )
+            for i, slot in enumerate(stack([saved_mb] * count).slots)
+        )
+    return Profile("cpu", slots, (PassProfile(0, 0, turn, clock),), operators=tuple(operators))
+
+
+def weights_of(sizes, *, trained=True, element=2, records=0.0):
+    """Weights of the modules of ``chain``: used forward and backward, once each."""
+    count = len(sizes)
+    return tuple(
+        ModuleWeights(
+            f"m{i}",
+            nbytes,
+            nbytes if trained else 0,
+            nbytes // element if trained else 0,
+            "bfloat16",
+            (WeightUse(i, i, False), WeightUse(2 * count - 1 - i, 2 * count - 1 - i, True)),
+            WeightUse(2 * count - 1 - i, 2 * count - 1 - i, True) if trained else None,
+            round_up(int(nbytes // element * records), PAGE) if trained else 0,
+        )
+        for i, nbytes in enumerate(sizes)
+    )
+
+
+def planner(profile, weights, machine=BOX, policy="keep", **settings):
+    return StepPlanner(profile, weights, machine, policy=policies.get(policy), **settings)
+
+
+# -- the hand calculation ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "ns", "tokens", "seconds", "written_gb"),
+    [
+        ("exact", 7.4, 676, 49, 94),
+        ("split", 6.5, 592, 43, 81),
+        ("bf16", 4.5, 409, 30, 54),
+        ("int8", 3.5, 320, 23, 40),
+    ],
+)
+def test_seven_billion_parameters_on_two_cores(form, ns, tokens, seconds, written_gb):
+    """R = 2 w + s and W = w + s bytes a parameter; T* = (C / 6) x (R / r + W / w)."""
+    layers, each = 64, 104_857_600  # 6.7 B parameters
+    parameters = layers * each
+    batch = 1024
+    forward_ns = round(2 * each * batch / TERA * 1e9)
+    weights = weights_of([2 * each] * layers, records=PER_PARAMETER[form])
+    found = planner(chain([forward_ns] * layers), weights)
+    plan = found.plan(found.least.total)
+    flash_ns = plan.bounds.flash
+    assert flash_ns / parameters == pytest.approx(ns, rel=0.015)
+    assert plan.hidden_factor * batch == pytest.approx(tokens, rel=0.005)
+    assert flash_ns / 1e9 == pytest.approx(seconds, rel=0.02)
+    assert plan.written_bytes / 1e9 == pytest.approx(written_gb, rel=0.01)
+    assert plan.bounds.compute / 1e9 == pytest.approx(75, rel=0.01)
+    assert plan.bounds.binds == "compute"
+    assert plan.parameters == parameters
+    assert plan.disk_bytes == pytest.approx((2 + PER_PARAMETER[form]) * parameters, rel=1e-4)
+    # with room to read ahead the step is compute, a first read, and the last updates
+    roomy = found.plan(found.least.total + 5 * 2 * each)
+    assert roomy.replayed.step_ns / roomy.bounds.step == pytest.approx(1, abs=0.03)
+    assert plan.replayed.step_ns > roomy.replayed.step_ns
+
+
+def test_a_frozen_base_is_read_twice_and_prefill_once():
+    each, layers, batch = 209_715_200, 32, 1024
+    forward_ns = round(2 * each * batch / TERA * 1e9)
+    profile = chain([forward_ns] * layers)
+    frozen = weights_of([2 * each] * layers, trained=False)
+    found = planner(profile, frozen)
+    plan = found.plan(found.least.total)
+    assert plan.replayed.moved == StepBytes(weights_read=4 * each * layers)
+    assert plan.parameters == plan.written_bytes == 0
+    assert plan.bounds.flash / 1e9 == pytest.approx(7.7, rel=0.01)  # T* = C / r for c = 4
+    prefill = forward_only(weights_of([2 * each] * layers, records=12))
+    found = planner(profile, prefill)
+    assert found.plan(found.least.total).replayed.moved == StepBytes(2 * each * layers)
+
+
+# -- bytes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kept", "cached", "bytes_"),
+    [
+        ((), (), (2 * 3 * PAGE, 3 * PAGE, 5 * PAGE, 5 * PAGE)),
+        (("m0",), (), (2 * 2 * PAGE, 2 * PAGE, 5 * PAGE, 5 * PAGE)),
+        (("m0", "m1"), ("m1",), (0, 0, 2 * PAGE, 2 * PAGE)),
+        (("m0", "m1"), ("m0", "m1"), (0, 0, 0, 0)),
+    ],
+)
+def test_bytes_are_whole_pages(kept, cached, bytes_):
+    weights = [
+        replace(one, record_bytes=records)
+        for one, records in zip(weights_of([PAGE - 4, PAGE + 2]), (2 * PAGE, 3 * PAGE), strict=True)
+    ]
+    found = step_bytes(weights, frozenset(kept), frozenset(cached))
+    assert found == StepBytes(*bytes_)
+    assert (found.read, found.written) == (bytes_[0] + bytes_[2], bytes_[1] + bytes_[3])
+
+
+def test_shares_are_spread_evenly_and_small_ones_always_in():
+    sizes = [(str(i), 100) for i in range(8)] + [("norm", 10)]
+    assert share_of(sizes, 0.25, always_bytes=10) == {"3", "7", "norm"}
+    assert share_of(sizes, 0.0) == frozenset()
+    assert share_of(sizes, 1.0) == {name for name, _ in sizes}
+
+
+def test_records_follow_the_trained_parameters_and_their_type():
+    trained, frozen = weights_of([8])[0], weights_of([8], trained=False)[0]
+    found = with_records([trained, frozen], lambda count, dtype: count * len(dtype))
+    assert [one.record_bytes for one in found] == [4 * len("bfloat16"), 0]
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+def test_memory_below_the_least_is_refused_with_the_least():
+    profile, weights = chain([MS] * 4), weights_of([MB, MB, 9 * MB, MB], records=4)
+    found = planner(profile, weights)
+    least = found.least.total
+    with pytest.raises(BudgetError, match=r"largest module is 'm2'") as caught:
+        found.plan(least - 1)
+    assert caught.value.least_bytes == least
+    assert str(least) in str(caught.value)
+    assert found.plan(least).memory.total == least
+
+
+def test_flash_without_room_is_refused_with_the_largest_model_that_fits():
+    profile, weights = chain([MS] * 4), weights_of([MB] * 4, records=4)
+    needed = planner(profile, weights).home_bytes + planner(profile, weights).record_bytes
+    with pytest.raises(NoSpaceError, match=rf"{needed} bytes in all.*has 1 M parameters") as caught:
+        planner(profile, weights, flash_bytes=needed // 2)
+    assert caught.value.free_bytes == needed // 2
+    assert planner(profile, weights, flash_bytes=needed).plan(10**9).disk_bytes == needed
+
+
+def test_room_that_is_left_on_flash_is_for_saved_tensors():
+    profile, weights = chain([MS] * 4, saved_mb=8), weights_of([MB] * 4)
+    homes = planner(profile, weights).home_bytes
+    tight = planner(profile, weights, policy="ranked", flash_bytes=homes + 8 * MB)
+    ample = planner(profile, weights, policy="ranked", flash_bytes=homes + 99 * MB)
+    assert ample.least.total < tight.least.total
+    assert tight.plan(tight.least.total).disk_bytes <= homes + 8 * MB
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"nbytes": -1, "trained_bytes": -1}, "negative"),
+        ({"trained_bytes": 99}, "99 bytes are trained, of 8"),
+        ({"uses": (WeightUse(2, 1, False),)}, "not in order"),
+        ({"uses": (WeightUse(0, 0, False),)}, "no use ends with its gradient"),
+    ],
+)
+def test_weights_that_make_no_sense_are_refused(changed, match):
+    with pytest.raises(PlanError, match=match):
+        replace(weights_of([8])[0], **changed)
+
+
+def test_weights_of_another_profile_are_refused():
+    with pytest.raises(PlanError, match="operator 3, but it has 2"):
+        planner(chain([MS]), weights_of([MB, MB]))
+
+
+# -- what is chosen ---------------------------------------------------------------------------------
+
+
+def test_memory_goes_to_weights_first_and_then_to_records():
+    profile = chain([MS] * 16)
+    weights = weights_of([MB] * 16, records=4)
+    found = planner(profile, weights)
+    part = found.plan(found.least.total + 8 * MB)
+    assert part.kept
+    assert not part.cached
+    all_weights = found.plan(18 * MB + 2 * MB)
+    assert len(all_weights.kept) >= 15
+    everything = found.plan(10**9)
+    assert len(everything.kept) == len(everything.cached) == 16
+    assert everything.read_bytes == everything.written_bytes == 0
+    assert everything.hidden_factor == 0
+    steps = [one.replayed.step_ns for one in (part, all_weights, everything)]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_small_weights_always_stay():
+    profile, weights = chain([MS] * 2), weights_of([SMALL_BYTES, MB])
+    found = planner(profile, weights)
+    assert found.plan(found.least.total).kept[:1] == ("m0",)
+
+
+def test_reads_come_in_the_order_of_need():
+    found = planner(chain([MS] * 4), weights_of([MB] * 4, records=4))
+    plan = found.plan(found.least.total)
+    forward = [name for name in ("m0", "m1", "m2", "m3") if name not in plan.kept]
+    assert plan.order == (*forward, *reversed(forward))
+
+
+def test_a_second_ssd_halves_what_hides_the_flash():
+    two = replace(
+        BOX,
+        flash_read_bytes_per_s=2 * BOX.flash_read_bytes_per_s,
+        flash_write_bytes_per_s=2 * BOX.flash_write_bytes_per_s,
+    )
+    profile, weights = chain([MS] * 16), weights_of([MB] * 16, records=4)
+    one, both = (planner(profile, weights, machine) for machine in (BOX, two))
+    memory = one.least.total
+    factors = [found.plan(memory).hidden_factor for found in (one, both)]
+    assert factors[0] / factors[1] == pytest.approx(2, rel=1e-3)
+
+
+def test_reads_and_writes_that_do_not_share_a_bandwidth_overlap():
+    profile, weights = chain([MS // 100] * 16), weights_of([MB] * 16, records=4)
+    shared, duplex = (
+        planner(profile, weights, replace(BOX, flash_shared=each)) for each in (True, False)
+    )
+    memory = shared.least.total + 4 * MB
+    slow, fast = shared.plan(memory), duplex.plan(memory)
+    assert slow.bounds.flash == slow.bounds.reads + slow.bounds.writes
+    assert fast.bounds.flash == max(fast.bounds.reads, fast.bounds.writes)
+    assert (slow.bounds.binds, fast.bounds.binds) == ("flash", "flash")
+    assert fast.replayed.step_ns < slow.replayed.step_ns
+
+
+def test_on_a_cpu_the_update_takes_its_time_from_compute():
+    compute = Compute(1e12, 1e12, 1.0, 10e9, 0.0)
+    machine = replace(BOX, compute=compute)
+    profile, weights = chain([MS] * 4), weights_of([MB] * 4, records=4)
+    found = planner(profile, weights, machine).plan(10**9).replayed
+    traffic = sum(3 * one.trained_bytes + 2 * one.record_bytes for one in weights)
+    assert found.update_ns == pytest.approx(traffic / 10, rel=1e-3)
+    assert found.update_delay_ns == found.update_ns
+    on_gpu = planner(replace(profile, device="cuda"), weights, machine).plan(10**9).replayed
+    assert on_gpu.update_delay_ns == 0
+
+
+def test_a_profile_of_the_whole_device_loses_what_is_planned_apart():
+    profile = replace(chain([MS] * 2, saved_mb=1), fixed_bytes=5 * MB, small_bytes=6 * MB)
+    slots = tuple(replace(s, small_bytes=6 * MB, small_bytes_at_need=5 * MB) for s in profile.slots)
+    found = without_weights(replace(profile, slots=slots), weights_of([MB, MB]))
+    assert found.fixed_bytes == MB
+    assert found.small_bytes == 2 * MB
+    assert [(s.small_bytes, s.small_bytes_at_need) for s in found.slots] == [(2 * MB, MB)] * 2
+    saved_only = chain([MS] * 2, saved_mb=1)
+    assert without_weights(saved_only, weights_of([MB, MB])) is saved_only
+
+
+# -- what holds for all -----------------------------------------------------------------------------
+
+
+@st.composite
+def steps(draw):
+    """A chain, its weights, a machine: any sizes, frozen ones among them, one used twice each way."""
+    count = draw(st.integers(1, 7))
+    times = draw(st.lists(st.integers(1, 3 * MS), min_size=count, max_size=count))
+    profile = chain(times, saved_mb=draw(st.sampled_from([0, 1, 3])))
+    sizes = draw(st.lists(st.integers(1, 3 * MB), min_size=count, max_size=count))
+    per = draw(st.sampled_from([0.0, 2.0, 12.0]))
+    weights = [
+        one if draw(st.booleans()) else replace(one, gradient=None, trained=0, trained_bytes=0)
+        for one in weights_of(sizes, records=per)
+    ]
+    if count > 1 and draw(st.booleans()):  # a head that is tied to the first module
+        tied = weights[0]
+        uses = {*tied.uses, WeightUse(count - 1, count - 1, False), WeightUse(count, count, True)}
+        gradient = tied.gradient and WeightUse(count, 2 * count - 1, True)
+        order = sorted(uses, key=lambda use: use.first)
+        weights[0] = replace(tied, uses=tuple(order), gradient=gradient)
+    machine = Machine(
+        "any",
+        draw(st.floats(1e8, 1e11)),
+        draw(st.floats(1e8, 1e11)),
+        draw(st.sampled_from([0.0, 1e-5])),
+        draw(st.floats(1e9, 1e11)),
+        draw(st.floats(1e9, 1e11)),
+        draw(st.none() | st.just(Compute(1e12, 1e12, 1.0, 10e9, 0.0))),
+        flash_shared=draw(st.booleans()),
+        flash_over_link=draw(st.booleans()),
+        interference=draw(st.sampled_from([0.0, 0.2])),
+        write_work_s=draw(st.sampled_from([0.0, 1e-4])),
+    )
+    return profile, tuple(weights), machine
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.data())
+def test_any_choice_moves_its_bytes_within_its_memory_and_no_faster_than_its_bounds(step, data):
+    profile, weights, machine = step
+    names = [one.module for one in weights]
+    kept = frozenset(data.draw(st.sets(st.sampled_from(names))))
+    cached = frozenset(data.draw(st.sets(st.sampled_from(names))))
+    window = least_window(profile, weights, kept) + data.draw(st.sampled_from([0, MB, 99 * MB]))
+    plan = policies.get(data.draw(st.sampled_from(["keep", "ranked", "all"])))(
+        profile, machine, Budgets(profile.peak_saved_bytes, 0, 10**12)
+    )
+    found = replay_step(profile, plan, machine, weights, WeightsChoice(kept, cached, window))
+    assert found.moved == step_bytes(weights, kept, cached)
+    assert found.feasible
+    assert found.peak_bytes <= profile.peak_saved_bytes + window
+    parts = (found.compute_ns, found.update_delay_ns, found.interference_ns, found.tail_ns)
+    assert min(*parts, found.room_ns, found.demand_ns, found.late_ns) >= 0
+    assert found.step_ns == sum(parts) + found.stall_ns
+    bounds = [found.compute_ns + found.update_delay_ns, found.read_ns, found.write_ns]
+    bounds += [found.update_ns, found.link_ns]
+    if machine.flash_shared:
+        bounds.append(found.read_ns + found.write_ns)
+    assert found.step_ns >= max(bounds)
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps(), st.sampled_from(["keep", "all", "ranked"]), st.data())
+def test_more_memory_never_makes_a_step_longer_and_is_never_exceeded(step, policy, data):
+    profile, weights, machine = step
+    found = planner(profile, weights, machine, policy)
+    least = found.least.total
+    more = data.draw(st.lists(st.integers(0, 40 * MB), min_size=1, max_size=4))
+    plans = [found.plan(least + extra) for extra in sorted({0, *more})]
+    times = [plan.replayed.step_ns for plan in plans]
+    assert times == sorted(times, reverse=True)
+    for plan in plans:
+        assert plan.memory.total <= plan.memory_bytes
+        assert plan.replayed.peak_bytes <= plan.memory.window + plan.memory.saved
+        assert plan.replayed.step_ns >= plan.bounds.step
+        assert set(plan.order) == {
+            one.module for one in weights if one.uses and one.module not in plan.kept
+        }
