@@ -27,6 +27,10 @@ class Reference(ABC):
 class HomedWeight(Protocol):
     """A parameter that has a home. Thread-safe."""
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """Most bytes that it and the other weights with a home may take in memory; None: no limit."""
+
     def hold(self) -> None:
         """Bring it to memory, where it may be changed and stays until ``let_go``; may wait for a read.
 

@@ -140,8 +140,14 @@ class Overlap:
             overlap = me()
             if overlap is not None:
                 param = overlap._states.params[index]
-                with overlap._lock:
-                    overlap._accumulated(param)
+                if overlap._is_used_now(param):
+                    overlap._states.holds.take(index)  # without the lock: it may wait
+                try:
+                    with overlap._lock:
+                        overlap._accumulated(param)
+                except BaseException:
+                    overlap._let_go_of_unused()
+                    raise
                 overlap._make_room(param)
 
         return accumulated
@@ -186,18 +192,28 @@ class Overlap:
         times = self._times.get(param.index, 0) + 1
         return times >= self._states.config.accumulation and self._knows_norm
 
-    def _make_room(self, param: Param) -> None:
-        """Keep to the budget of gradients: wait for updates that use some up, if there are any.
+    def _let_go_of_unused(self) -> None:
+        """End holds of weights if no pass has begun that would end them."""
+        if self._step is None:
+            self._states.holds.end()
 
-        They are late because flash is; to write gradients to it would make it later.
+    def _make_room(self, param: Param) -> None:
+        """Keep to the budget of gradients and to the memory of weights with a home.
+
+        It waits for updates that use some up, if there are any. They are late because flash is; to
+        write gradients to it would make it later.
         """
         states, gradients = self._states, self._states.gradients
-        if gradients is None:
-            return
-        while gradients.held_bytes > gradients.budget_bytes:
+        while True:
+            has_excess = gradients is not None and gradients.held_bytes > gradients.budget_bytes
+            is_crowded = states.holds.is_crowded
+            if not (has_excess or is_crowded):
+                return
             under_way = [future for future in list(self._futures.values()) if not future.done()]
             if not under_way:
-                if param.index not in self._used:
+                if is_crowded:
+                    states.holds.interrupt()
+                if gradients is not None and has_excess and param.index not in self._used:
                     gradients.settle(param)
                 return
             states.pipeline.is_awaited = True
@@ -304,6 +320,7 @@ class Overlap:
 
     def _clear(self) -> None:
         self._step = None
+        self._states.holds.end()
         if self._states.gradients is not None:
             self._states.gradients.end()
         self._times.clear()

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.core.errors import ConfigError
 from penstock.core.units import round_up
+from penstock.homed import home_of
 from penstock.optim.formats import UNIT, Array, Form, State, form_of, stepped_dtype
 from penstock.optim.offloaded_gradient import OffloadedGradient
 from penstock.optim.probe import KeptStates, ProbedOptimizer, probe
@@ -80,7 +81,7 @@ class Param:
         self.has_state = False
         self._key = self._now()
         self._flat: Tensor | None = None
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, object] | None = None
         if not _is_dense(tensor):
             raise ConfigError(
                 f"parameter {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} has"
@@ -100,12 +101,17 @@ class Param:
 
     def note(self) -> None:
         """Remember that its value is that of its master."""
-        self._seen = self.tensor._version, self.tensor.data_ptr()
+        self._seen = self._state()
 
     @property
     def was_set(self) -> bool:
         """Return whether anything else may have changed it since the last ``note``."""
-        return self._seen not in (None, (self.tensor._version, self.tensor.data_ptr()))
+        return self._seen not in (None, self._state())
+
+    def _state(self) -> tuple[int, object]:
+        """Return the version of its values, and where they are: at home, wherever they are now."""
+        place = home_of(self.tensor)
+        return self.tensor._version, self.tensor.data_ptr() if place is None else place
 
     def flat(self) -> Tensor:
         """Elements of the parameter in memory order, which share its memory and version."""
@@ -129,8 +135,8 @@ class Param:
             )
         grad = grad.detach()
         if grad.stride() != self.tensor.stride():
-            laid = torch.empty_like(self.tensor, dtype=grad.dtype, requires_grad=False)
-            grad = laid.copy_(grad)
+            flat = torch.empty(self.count, dtype=grad.dtype, device=self.tensor.device)
+            grad = self.in_shape(flat).copy_(grad)
         return flat_like(grad, self.tensor)
 
     def in_shape(self, flat: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from penstock.io.traffic_report import written
 from penstock.observe.clients import OPTIMIZER
 from penstock.optim import packing
 from penstock.optim.formats import MASTER, Array
+from penstock.optim.holds import WeightHolds
 from penstock.optim.params import Param, ParameterPiece, Tile, fresh_scalars
 from penstock.optim.states import FlashStates
 from penstock.staging import copy_across, ready_event
@@ -40,21 +41,32 @@ def save(states: FlashStates) -> dict[int, dict[str, Any]]:
             saved[param.index] = mine
     tiles = [t for t in states.tiles if t.arrays and made.wants(t)]
     states.begin_visits(tiles)
-    for tile in tiles:
-        with states.visiting(tile, change=False) as buffer:
-            for piece in tile.pieces:
-                param = states.params[piece.param]
-                if param.has_state:
-                    _save_piece(tile, buffer.memory, piece, param, made)
+    with WeightHolds(states.params, states.tiles, changed=False) as holds:
+        for tile in tiles:
+            parts = made.wanted if _has_part_of_master(tile) else ()
+            with holds.of_tile(tile, parts), states.visiting(tile, change=False) as buffer:
+                for piece in tile.pieces:
+                    param = states.params[piece.param]
+                    if param.has_state:
+                        _save_piece(tile, buffer.memory, piece, param, made)
     return saved
 
 
+def _has_part_of_master(tile: Tile) -> bool:
+    """Return whether the weights of a tile have the other part of their masters."""
+    return any(array.name == MASTER and array.packing != "plain" for array in tile.arrays)
+
+
 class _Room:
-    """Memory for a state dict: one mapped file without a name, if it is large."""
+    """Memory for a state dict: one mapped file without a name, if it is large.
+
+    Attributes:
+        wanted: Numbers of the parameters whose states it is for.
+    """
 
     def __init__(self, states: FlashStates) -> None:
         self._flat: dict[tuple[int, str], Tensor] = {}
-        self._wanted = {p.index for p in states.params if p.has_state}
+        self.wanted = {p.index for p in states.params if p.has_state}
         places: list[tuple[tuple[int, str], Array, int, int]] = []
         end = 0
         seen: set[tuple[int, str]] = set()
@@ -74,7 +86,7 @@ class _Room:
             self._flat[key] = raw.view(array.dtype)
 
     def wants(self, tile: Tile) -> bool:
-        return any(piece.param in self._wanted for piece in tile.pieces)
+        return any(piece.param in self.wanted for piece in tile.pieces)
 
     def flat(self, param: Param, name: str) -> Tensor | None:
         return self._flat.get((param.index, name))
@@ -210,13 +222,17 @@ def _fill(states: FlashStates, found: Mapping[int, Mapping[str, Any]]) -> None:
         } or states.groups.initial_scalars(param)
     tiles = [tile for tile in states.tiles if tile.arrays]
     states.begin_visits(tiles)
-    for tile in tiles:
-        with states.visiting(tile, change=True) as buffer:
-            buffer.memory[: tile.record_bytes] = 0
-            for piece in tile.pieces:
-                param = states.params[piece.param]
-                if param.has_state:
-                    _load_piece(tile, buffer.memory, piece, param, found[piece.param])
+    wanted = {param.index for param in states.params if param.has_state}
+    with WeightHolds(states.params, states.tiles) as holds:
+        for tile in tiles:
+            has_masters = any(array.name == MASTER for array in tile.arrays)
+            weights = holds.of_tile(tile, wanted if has_masters else ())
+            with weights, states.visiting(tile, change=True) as buffer:
+                buffer.memory[: tile.record_bytes] = 0
+                for piece in tile.pieces:
+                    param = states.params[piece.param]
+                    if param.has_state:
+                        _load_piece(tile, buffer.memory, piece, param, found[piece.param])
 
 
 def _load_piece(
@@ -255,8 +271,8 @@ def _part(value: Tensor, param: Param, piece: ParameterPiece, dtype: torch.dtype
     if value.stride() == model.stride():
         flat = value.detach().as_strided((param.count,), (1,))
         return _on_host(flat[piece.start : piece.stop], dtype)
-    laid = torch.empty_like(model, device=value.device, dtype=value.dtype, requires_grad=False)
-    flat = laid.copy_(value).as_strided((param.count,), (1,))
+    flat = torch.empty(param.count, dtype=value.dtype, device=value.device)
+    param.in_shape(flat).copy_(value)
     return _on_host(flat[piece.start : piece.stop], dtype)
 
 

@@ -29,6 +29,7 @@ from penstock.optim import packing
 from penstock.optim.config import RING, RING_BYTES
 from penstock.optim.formats import MASTER
 from penstock.optim.gradients import Gradients, Share
+from penstock.optim.holds import WeightHolds
 from penstock.optim.journal import Journal, JournalEntry
 from penstock.optim.params import Groups, Tile, fresh_scalars, options_of
 from penstock.optim.pipeline import RecordBuffer, TilePipeline
@@ -72,6 +73,7 @@ class FlashStates:
         last_norm: 2-norm of the gradients in the last step that needed it.
         gradients: Storage of gradients that wait; None: they stay in memory.
         overlap: Updates during backward; None: there are none.
+        holds: Holds of weights whose home is on flash, in a pass.
         has_reported_costs: True once the user was told of the memory and the bytes written.
     """
 
@@ -94,6 +96,7 @@ class FlashStates:
         self._closed = False
         self._guard = fork_guard()
         self._updater = Updater(source, self.params)
+        self.holds = WeightHolds(self.params, self.tiles)
         self._engine = shared_engine()
         self.store = RecordStore(config, self._engine, self.groups.where_of)
         # beside a backward: see [Note: when squeezing pays]
@@ -181,7 +184,8 @@ class FlashStates:
         begun = time.perf_counter()
         step = self.begin_pass()
         order = self.order(step.grads)
-        rank = {tile.index: -place for place, tile in enumerate(order)}
+        turns = not self.holds.has_homes  # see ``order``
+        rank = {tile.index: -place if turns else place for place, tile in enumerate(order)}
         pipeline = self.pipeline
         pipeline.begin(order, rank, rotating=pipeline.count)
         if self.gradients is not None:
@@ -191,7 +195,8 @@ class FlashStates:
         finally:
             if self.gradients is not None:
                 self.gradients.end()
-        self._backward = not self._backward
+            self.holds.end()
+        self._backward = not (turns and self._backward)
         self.end_pass(step, begun)
 
     def begin_pass(self) -> UpdatePass:
@@ -220,22 +225,29 @@ class FlashStates:
         return UpdatePass(self.steps + 1, options, grads, factor, {}, ready, was_set)
 
     def order(self, grads: Mapping[int, Tensor]) -> list[Tile]:
-        """Return the tiles to visit, in this pass's direction."""
+        """Return the tiles to visit, in this pass's direction.
+
+        It alternates, but always goes back if weights have homes, so that the first ones, which the
+        next forward needs, are there.
+        """
         found = [t for t in self.tiles if any(piece.param in grads for piece in t.pieces)]
-        return found[::-1] if self._backward else found
+        return found[::-1] if self._backward or self.holds.has_homes else found
 
     def update(self, tile: Tile, step: UpdatePass) -> None:
         """Update one tile. In any thread."""
         pipeline = self.pipeline
-        buffer = pipeline.acquire(tile)
-        try:
-            with self._grads_of(tile, step) as grads:
-                kept, initial = self.groups.kept_in(tile), self.groups.initial_in(tile)
-                self._updater.update(tile, buffer, step, grads=grads, kept=kept, initial=initial)
-        except BaseException:
-            pipeline.drop(buffer)
-            raise
-        pipeline.release(buffer)
+        with self.holds.of_tile(tile, step.grads):
+            buffer = pipeline.acquire(tile)
+            try:
+                with self._grads_of(tile, step) as grads:
+                    kept, initial = self.groups.kept_in(tile), self.groups.initial_in(tile)
+                    self._updater.update(
+                        tile, buffer, step, grads=grads, kept=kept, initial=initial
+                    )
+            except BaseException:
+                pipeline.drop(buffer)
+                raise
+            pipeline.release(buffer)
 
     def _grads_of(
         self, tile: Tile, step: UpdatePass
@@ -423,15 +435,17 @@ class FlashStates:
         """Set the weights to the masters in the records."""
         tiles = [tile for tile in self.tiles if tile.index in self.store.filled]
         self.begin_visits(tiles)
-        for tile in tiles:
-            masters = next(array for array in tile.arrays if array.name == MASTER)
-            with self.visiting(tile, change=False) as buffer, torch.no_grad():
-                for piece in tile.pieces:
-                    param = self.params[piece.param]
-                    if param.has_state:
-                        target = param.flat()[piece.start : piece.stop]
-                        source = packing.plain(masters, buffer.memory, piece.at, target.numel())
-                        copy_across(source, target, ready_event(target.device))
+        wanted = {param.index for param in self.params if param.has_state}
+        with WeightHolds(self.params, self.tiles) as holds, torch.no_grad():
+            for tile in tiles:
+                masters = next(array for array in tile.arrays if array.name == MASTER)
+                with holds.of_tile(tile, wanted), self.visiting(tile, change=False) as buffer:
+                    for piece in tile.pieces:
+                        param = self.params[piece.param]
+                        if param.has_state:
+                            target = param.flat()[piece.start : piece.stop]
+                            source = packing.plain(masters, buffer.memory, piece.at, target.numel())
+                            copy_across(source, target, ready_event(target.device))
 
     # -- others -----------------------------------------------------------------------------------
 
@@ -528,6 +542,7 @@ class FlashStates:
             return  # threads and transfers are the parent's
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        self.holds.end()
         if self._pipeline is not None:
             self._pipeline.close()
         if self.gradients is not None:

@@ -45,6 +45,10 @@ _REMEDY = ", and load the weights again"
 class Keeper(Protocol):
     """Whoever brings a weight to memory: the streamer of a session."""
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """See :class:`penstock.homed.HomedWeight`."""
+
     def hold(self, home: Home) -> None:
         """See :class:`penstock.homed.HomedWeight`."""
 
@@ -151,6 +155,11 @@ class Home:
 
     # -- for optimizers (penstock.homed) ----------------------------------------------------------
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """See :class:`penstock.homed.HomedWeight`."""
+        return None if self.keeper is None else self.keeper.memory_bytes
+
     def hold(self) -> None:
         """See :class:`penstock.homed.HomedWeight`."""
         if self.keeper is not None:
@@ -192,6 +201,7 @@ class Home:
         self.touched()
         with torch.no_grad():
             parameter.data.copy_(data)
+        torch.autograd.graph.increment_version(parameter)  # what was saved is not there any more
         self.may_differ()
 
 

@@ -147,7 +147,9 @@ class RestingParameter(Parameter):
             before = [each._version for each, _ in homes]
             result = func(*args, **kwargs)
             for (each, home), version in zip(homes, before, strict=True):
-                if each._version != version or func in _ADDRESSES or _aliases(result, each):
+                # fused steps of optimizers return None, and raise no version
+                may_differ = result is None or func in _ADDRESSES or _aliases(result, each)
+                if each._version != version or may_differ:
                     home.may_differ()
             return result
 
@@ -186,7 +188,7 @@ def _resting(values: Iterable[Any]) -> Iterator[RestingParameter]:
 
 def _aliases(result: Any, tensor: Tensor) -> bool:
     """Return whether a result may be the tensor's own memory."""
-    if result is None or isinstance(result, bool | int | float | str | torch.Size):
+    if isinstance(result, bool | int | float | str | torch.Size):
         return False
     if isinstance(result, Tensor):
         if result.layout != torch.strided or result.device != tensor.device:

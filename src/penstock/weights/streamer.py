@@ -268,6 +268,11 @@ class WeightStreamer:
 
     # -- for optimizers ---------------------------------------------------------------------------
 
+    @property
+    def memory_bytes(self) -> int:
+        """Limit of the weights in memory; see :class:`penstock.homed.HomedWeight`."""
+        return self._account.limit_bytes
+
     def hold(self, home: Home) -> None:
         """Bring a weight to be changed; see :class:`penstock.homed.HomedWeight`."""
         stay = self._by_home[home]

@@ -1,0 +1,206 @@
+"""Holds of weights that have a home on flash, while their tiles are updated or read.
+
+[Note: when a weight is held]
+    From the first of its tiles in a pass to the last, so that it is brought once and written home once.
+    With ``overlap`` from the end of its backward, when it is in memory anyway. Holds are to take half of
+    the memory that there is for weights, so that others can be read ahead: a tile that needs more waits
+    while others are worked on, and backward waits for tiles that end holds. One tile is always
+    worked on, whatever it needs, so that nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from penstock.core.locks import condition
+from penstock.homed import HomedWeight, home_of
+from penstock.optim.params import Param, Tile
+
+
+class _Hold:
+    """Hold of one weight. What changes is guarded by the lock of all holds.
+
+    Attributes:
+        left: Tiles of the weight that this pass has not ended yet.
+        users: Tiles that are worked on now.
+        is_coming: True while a thread is in ``hold``.
+        is_held: True between ``hold`` and ``let_go``.
+    """
+
+    __slots__ = ("home", "is_coming", "is_held", "left", "nbytes", "users")
+
+    def __init__(self, home: HomedWeight, nbytes: int, left: int) -> None:
+        self.home = home
+        self.nbytes = nbytes
+        self.left = left
+        self.users = 0
+        self.is_coming = False
+        self.is_held = False
+
+
+class WeightHolds:
+    """Holds of the weights of one optimizer, in passes over its tiles. Thread-safe."""
+
+    def __init__(
+        self, params: Sequence[Param], tiles: Sequence[Tile], *, changed: bool = True
+    ) -> None:
+        """Hold nothing yet.
+
+        Args:
+            params: Parameters of the optimizer; more may come.
+            tiles: Tiles of the optimizer; more may come.
+            changed: True if the passes change the weights.
+        """
+        self._params = params
+        self._tiles = tiles
+        self._changed = changed
+        self._wake = condition()
+        self._holds: dict[int, _Hold] = {}
+        self._counts: dict[int, int] = {}  # by parameter: tiles that have a part of it
+        self._counted = 0
+        self._at_work = 0
+
+    def __enter__(self) -> WeightHolds:
+        """Begin a pass."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the pass; see ``end``."""
+        self.end()
+
+    @property
+    def has_homes(self) -> bool:
+        """Return whether any of the weights has a home."""
+        return any(home_of(param.tensor) is not None for param in self._params)
+
+    def take(self, index: int) -> None:
+        """Hold a weight until all tiles that have a part of it were worked on. Raises as ``hold``.
+
+        Args:
+            index: Number of the parameter.
+        """
+        home = home_of(self._params[index].tensor)
+        if home is not None:
+            with self._wake:
+                hold = self._hold_of(index, home)
+            self._bring(hold)
+
+    @contextmanager
+    def of_tile(self, tile: Tile, wanted: Container[int]) -> Iterator[None]:
+        """Hold the weights in a tile, of which those in ``wanted`` are needed, in a ``with`` block.
+
+        Raises:
+            TransferError: A weight cannot be read.
+            ChecksumError: It is not what was written.
+        """
+        homes = {
+            index: home
+            for index in dict.fromkeys(piece.param for piece in tile.pieces)
+            if index in wanted and (home := home_of(self._params[index].tensor)) is not None
+        }
+        if not homes:
+            yield
+            return
+        with self._wake:
+            self._wake.wait_for(lambda: self._has_room(homes))
+            holds = {index: self._hold_of(index, home) for index, home in homes.items()}
+            for hold in holds.values():
+                hold.users += 1
+            self._at_work += 1
+        try:
+            for hold in holds.values():
+                self._bring(hold)
+            yield
+        except BaseException:
+            self._leave(holds, parts=0)
+            raise
+        self._leave(holds, parts=1)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Return whether holds should end before others begin."""
+        with self._wake:
+            held = [hold for hold in self._holds.values() if hold.is_held]
+            return len(held) > 1 and _exceed(held[0].home, sum(hold.nbytes for hold in held))
+
+    def interrupt(self) -> None:
+        """Let go of weights that no tile is worked on with; tiles to come bring them again."""
+        with self._wake:
+            idle = [hold for hold in self._holds.values() if not hold.users]
+            ended = self._ended(idle)
+        self._let_go(ended)
+
+    def end(self) -> None:
+        """Let go of everything: a pass is over, completed or not, and no tile is worked on."""
+        with self._wake:
+            ended = self._ended(list(self._holds.values()))
+            self._holds.clear()
+        self._let_go(ended)
+
+    def _hold_of(self, index: int, home: HomedWeight) -> _Hold:
+        """Return the hold of a weight, which may not have begun. Under the lock."""
+        hold = self._holds.get(index)
+        if hold is None:
+            for tile in self._tiles[self._counted :]:
+                for param in {piece.param for piece in tile.pieces}:
+                    self._counts[param] = self._counts.get(param, 0) + 1
+            self._counted = len(self._tiles)
+            nbytes = self._params[index].tensor.nbytes
+            hold = self._holds[index] = _Hold(home, nbytes, self._counts[index])
+        return hold
+
+    def _has_room(self, homes: Mapping[int, HomedWeight]) -> bool:
+        """Return whether a tile that needs these weights may be worked on. Under the lock."""
+        new = [index for index in homes if index not in self._holds]
+        if not self._at_work or not new:
+            return True
+        needed = sum(self._params[index].tensor.nbytes for index in new)
+        needed += sum(hold.nbytes for hold in self._holds.values())
+        return not _exceed(homes[new[0]], needed)
+
+    def _bring(self, hold: _Hold) -> None:
+        """Hold a weight, unless that was done. Without the lock: it may wait."""
+        with self._wake:
+            self._wake.wait_for(lambda: not hold.is_coming)
+            if hold.is_held:
+                return
+            hold.is_coming = True
+        is_held = False
+        try:
+            hold.home.hold()
+            is_held = True
+        finally:
+            with self._wake:
+                hold.is_coming, hold.is_held = False, is_held
+                self._wake.notify_all()
+
+    def _leave(self, holds: Mapping[int, _Hold], *, parts: int) -> None:
+        """End the work on a tile, of which so many parts of each weight are done."""
+        with self._wake:
+            for hold in holds.values():
+                hold.users -= 1
+                hold.left -= parts
+            over = [index for index, hold in holds.items() if not hold.left]
+            ended = self._ended([self._holds.pop(index) for index in over])
+        self._let_go(ended)
+        with self._wake:
+            self._at_work -= 1
+            self._wake.notify_all()
+
+    def _ended(self, holds: Sequence[_Hold]) -> list[HomedWeight]:
+        """Mark holds as ended; return the homes to tell. Under the lock."""
+        homes = [hold.home for hold in holds if hold.is_held]
+        for hold in holds:
+            hold.is_held = False
+        return homes
+
+    def _let_go(self, homes: Sequence[HomedWeight]) -> None:
+        for home in homes:
+            home.let_go(changed=self._changed)
+
+
+def _exceed(home: HomedWeight, nbytes: int) -> bool:
+    """Return whether so many bytes are more than holds are to take."""
+    most = home.memory_bytes
+    return most is not None and nbytes > most // 2

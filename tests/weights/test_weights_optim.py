@@ -1,0 +1,360 @@
+"""Optimizers with states on flash, of a model whose weights are at home there: what they hold."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.core.units import KIB
+from penstock.homed import home_of
+from penstock.optim import FlashAdamW, FlashSGD, on_flash
+
+STEPS = 4
+VOCABULARY, WIDTH = 512, 64
+LIMIT_BYTES = 320 * KIB
+"""Of weights in memory; all of them are nearly three times as much, and the longest is 128 KiB."""
+
+
+class LittleModel(nn.Module):
+    """An embedding, layers of several sizes, and a head, which may be the embedding."""
+
+    def __init__(self, *, is_tied=False):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        layers = []
+        for _ in range(5):
+            layers += [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)]
+            layers += [nn.LayerNorm(WIDTH)]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.layers(self.embedding(tokens)))
+
+
+def little_model(dtype=torch.float32, **settings):
+    torch.manual_seed(0)
+    return LittleModel(**settings).to(dtype)
+
+
+def train(model, optimizer, *, steps=STEPS, first=0, micro=1, after_step=lambda: None):
+    """Losses of so many steps."""
+    losses = []
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        for _ in range(micro):
+            tokens = torch.randint(0, VOCABULARY, (2, 8), generator=generator)
+            loss = nn.functional.cross_entropy(
+                model(tokens).flatten(0, 1).float(), tokens.flatten()
+            )
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+    return losses
+
+
+class Traffic:
+    """Bytes of weights that are read and written, from a moment on."""
+
+    def __init__(self, streamer):
+        self.weights = streamer.total_bytes
+        self.read = self.written = 0
+        tier = next(iter(streamer._stays)).home.tier
+        self._read, self._write = tier.read, tier.write
+        tier.read, tier.write = self._count_read, self._count_write
+
+    def _count_read(self, ticket, *args, **kwargs):
+        self.read += ticket.nbytes
+        return self._read(ticket, *args, **kwargs)
+
+    def _count_write(self, address, nbytes, **kwargs):
+        self.written += nbytes
+        return self._write(address, nbytes, **kwargs)
+
+    def reset(self):
+        self.read = self.written = 0
+
+
+@pytest.fixture
+def flash(session_for):
+    """``flash(model)``: a session in which its large weights are at home; yields the streamer."""
+
+    @contextmanager
+    def opened(model, **settings):
+        fields = {"weights": "flash", "weights_memory": LIMIT_BYTES, "device_memory": "64MiB"}
+        with session_for(model, **(fields | settings)) as session:
+            yield session._weights
+
+    return opened
+
+
+@pytest.fixture
+def small(disk_path):
+    """Settings of small tiles, so that a weight has several and a tile parts of several weights."""
+    return {"flash": disk_path, "tile": 6144}
+
+
+def assert_same(ours, theirs):
+    for (name, mine), its in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine.detach(), its.detach()), name
+
+
+def assert_untouched(model, streamer):
+    """Every large weight has a home, and nobody has used it there."""
+    assert streamer.total_bytes > 2 * streamer.memory_bytes
+    assert not streamer.touches
+    assert streamer.present_bytes <= streamer.memory_bytes
+
+
+FORMATS = [
+    ("exact", torch.float32), ("bf16", torch.float32), ("int8", torch.float32),
+    ("exact", torch.bfloat16), ("split", torch.bfloat16), ("bf16", torch.bfloat16),
+    ("int8", torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": True, "gradient_memory": "64KiB"}],
+                         ids=["step", "overlap"])  # fmt: skip
+@pytest.mark.parametrize(("format_name", "dtype"), FORMATS)
+def test_the_bits_are_those_of_weights_in_memory(format_name, dtype, settings, small, flash):
+    settings = {**small, **settings, "format": format_name}
+    limit = LIMIT_BYTES * dtype.itemsize // 4
+    ours, theirs = little_model(dtype), little_model(dtype)
+    a, b = (FlashAdamW(m.parameters(), lr=1e-2, **settings) for m in (ours, theirs))
+    with flash(ours, weights_memory=limit) as streamer:
+        losses = train(ours, a)
+        assert_untouched(ours, streamer)
+        assert streamer.forced == 0
+    assert losses == train(theirs, b)
+    assert_same(ours, theirs)
+    a.close()
+    b.close()
+
+
+def test_the_bits_are_torchs(small, flash):
+    ours, theirs = little_model(is_tied=True), little_model(is_tied=True)
+    a = FlashAdamW(ours.parameters(), lr=1e-2, overlap=True, gradient_memory="64KiB", **small)
+    with flash(ours) as streamer:
+        losses = train(ours, a)
+        assert_untouched(ours, streamer)
+    a.close()
+    assert losses == train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True))
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
+def test_bytes_of_a_step(is_tied, small, flash):
+    """Each weight is read for forward and for backward, where it is updated, and written once."""
+    model = little_model(is_tied=is_tied)
+    optimizer = FlashAdamW(
+        model.parameters(), overlap=True, gradient_memory="64KiB", format="int8", **small
+    )
+    with flash(model) as streamer:
+        train(model, optimizer, steps=2)
+        traffic = Traffic(streamer)
+        found = []
+        train(model, optimizer, after_step=lambda: found.append((traffic.read, traffic.written)))
+        read, written = found[-1]
+        assert written <= STEPS * traffic.weights + LIMIT_BYTES  # left from the steps before
+        assert read <= 2 * STEPS * traffic.weights
+        assert read >= STEPS * (traffic.weights - LIMIT_BYTES)  # they do not fit
+        assert written >= STEPS * (traffic.weights - LIMIT_BYTES)
+        assert_untouched(model, streamer)
+        assert streamer.forced == 0
+    optimizer.close()
+
+
+@pytest.mark.parametrize("settings", [
+    {"clip_norm": 0.1},
+    {"clip_norm": 0.1, "gradient_memory": 0},
+    {"clip_norm": 0.1, "gradient_memory": "64KiB", "overlap": True},
+    {"accumulation": 3, "overlap": True},
+    {"accumulation": 3, "overlap": True, "gradient_memory": "64KiB"},
+    {"host_memory": "1MiB"},
+    {"threads": 3},
+], ids=str)  # fmt: skip
+def test_gradients_that_are_clipped_or_accumulated(settings, small, flash):
+    ours, theirs = little_model(), little_model()
+    settings = {**small, **settings}
+    micro = settings.get("accumulation", 1 if "overlap" in settings else 2)
+    a, b = (FlashAdamW(m.parameters(), lr=1e-2, **settings) for m in (ours, theirs))
+    with flash(ours) as streamer:
+        losses = train(ours, a, micro=micro)
+        assert_untouched(ours, streamer)
+    assert losses == train(theirs, b, micro=micro)
+    assert_same(ours, theirs)
+    a.close()
+    b.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_frozen_weights_rest(overlap, small, flash):
+    """A frozen base is only read; adapters, which are little, are trained in memory."""
+
+    def adapted():
+        model = little_model()
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for index, each in enumerate(model.layers):
+            if isinstance(each, nn.Linear):
+                model.layers[index] = Adapted(each)
+        return model
+
+    ours, theirs = adapted(), adapted()
+    a, b = (FlashAdamW(m.parameters(), lr=1e-2, overlap=overlap, **small) for m in (ours, theirs))
+    with flash(ours) as streamer:
+        traffic = Traffic(streamer)
+        losses = train(ours, a)
+        assert traffic.written == 0
+        assert_untouched(ours, streamer)
+    assert losses == train(theirs, b)
+    assert_same(ours, theirs)
+    a.close()
+    b.close()
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a product of two little matrices beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_weights_laid_channels_last(small, flash):
+    def convolutions():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(16, 64, 3), nn.ReLU(), nn.Conv2d(64, 32, 3))
+        return model.to(memory_format=torch.channels_last)
+
+    ours, theirs = convolutions(), convolutions()
+    a = FlashAdamW(ours.parameters(), lr=1e-2, gradient_memory=0, **small)
+    b = torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
+
+    def steps(model, optimizer):
+        for step in range(STEPS):
+            images = torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(step))
+            model(images).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with flash(ours, weights_memory="110KiB") as streamer:
+        steps(ours, a)
+        assert not streamer.touches
+        assert home_of(ours[2].weight) is not None
+    steps(theirs, b)
+    assert_same(ours, theirs)
+    a.close()
+
+
+@pytest.mark.parametrize("format_name", ["exact", "split", "int8"])
+def test_a_state_dict_goes_on(format_name, small, flash):
+    settings = {**small, "format": format_name}
+    ours, theirs = little_model(torch.bfloat16), little_model(torch.bfloat16)
+    a, b = (FlashAdamW(m.parameters(), lr=1e-2, **settings) for m in (ours, theirs))
+    with flash(ours, weights_memory=LIMIT_BYTES // 2):
+        train(ours, a, steps=2)
+        weights = {name: each.clone() for name, each in ours.state_dict().items()}
+        saved = a.state_dict()
+    a.close()
+    train(theirs, b, steps=2)
+    for number, state in b.state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(saved["state"][number][name], value), (number, name)
+    other = LittleModel().to(torch.bfloat16)
+    c = FlashAdamW(other.parameters(), lr=1e-2, **settings)
+    with flash(other, weights_memory=LIMIT_BYTES // 2):
+        other.load_state_dict(weights)
+        c.load_state_dict(saved)
+        assert train(other, c, first=2) == train(theirs, b, first=2)
+    b.close()
+    c.close()
+
+
+def test_groups_that_come_later(small, flash):
+    ours, theirs = little_model(), little_model()
+    settings = {"lr": 1e-2, "momentum": 0.9, **small}
+    made = [FlashSGD(model.layers.parameters(), **settings) for model in (ours, theirs)]
+    with flash(ours) as streamer:
+        losses = train(ours, made[0], steps=1)
+        made[0].add_param_group({"params": [ours.head.weight], "lr": 0.1})
+        losses += train(ours, made[0], first=1)
+        assert_untouched(ours, streamer)
+    expected = train(theirs, made[1], steps=1)
+    made[1].add_param_group({"params": [theirs.head.weight], "lr": 0.1})
+    assert losses == expected + train(theirs, made[1], first=1)
+    assert_same(ours, theirs)
+    for each in made:
+        each.close()
+
+
+def test_an_optimizer_that_is_made_in_the_session(small, flash):
+    ours, theirs = little_model(), little_model()
+    with flash(ours) as streamer:
+        a = on_flash(torch.optim.RMSprop(ours.parameters(), lr=1e-3), **small)
+        losses = train(ours, a)
+        assert_untouched(ours, streamer)
+    a.close()
+    assert losses == train(theirs, torch.optim.RMSprop(theirs.parameters(), lr=1e-3))
+    assert_same(ours, theirs)
+
+
+def test_sessions_come_and_go(small, flash):
+    ours, theirs = little_model(torch.bfloat16), little_model(torch.bfloat16)
+    a, b = (FlashAdamW(m.parameters(), lr=1e-2, **small) for m in (ours, theirs))
+    for first in range(0, 6, 2):
+        train(ours, a, first=first, steps=1)
+        with flash(ours, weights_memory=LIMIT_BYTES // 2):
+            train(ours, a, first=first + 1, steps=1)
+    train(theirs, b, steps=6)
+    assert_same(ours, theirs)
+    a.close()
+    b.close()
+
+
+def test_durable_steps_hold_the_weights(small, flash):
+    """The record of a step has the masters, of which the homes are made again."""
+    settings = {**small, "durable": True, "lr": 1e-2}
+    ours = little_model(torch.bfloat16)
+    a = FlashAdamW(ours.parameters(), **settings)
+    with flash(ours, weights_memory=LIMIT_BYTES // 2) as streamer:
+        train(ours, a, steps=2)
+        assert not streamer.touches
+    a.close()
+    again, theirs = little_model(torch.bfloat16), little_model(torch.bfloat16)
+    c = FlashAdamW(again.parameters(), **settings)
+    with flash(again, weights_memory=LIMIT_BYTES // 2) as streamer:
+        assert c.resume() == 2
+        assert_same(again, ours)
+        losses = train(again, c, first=2)
+    c.close()
+    b = FlashAdamW(theirs.parameters(), **{**settings, "durable": False})
+    train(theirs, b, steps=2)
+    assert losses == train(theirs, b, first=2)
+    assert_same(again, theirs)
+    b.close()
+
+
+@pytest.mark.parametrize("make", [
+    lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    lambda params: torch.optim.AdamW(params, lr=1e-2),
+    lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+], ids=["sgd", "adamw", "foreach", "fused"])  # fmt: skip
+def test_an_optimizer_of_torch_works_at_home(make, flash):
+    ours, theirs = little_model(), little_model()
+    with flash(ours) as streamer:
+        losses = train(ours, make(ours.parameters()))
+        assert streamer.touches
+    assert losses == train(theirs, make(theirs.parameters()))
+    assert_same(ours, theirs)
