@@ -81,8 +81,8 @@ def main() -> int:
         model = ByteModel()
     count = sum(each.numel() for each in model.parameters())
     console.print(
-        f"[bold]a transformer of {count / 1e6:.0f} million parameters[/bold]: weights, gradients and Adam's"
-        f" states take {format_bytes(count * BYTES_OF_ADAM)} in plain PyTorch. Penstock gets"
+        f"[bold]a transformer of {count / 1e6:.0f} million parameters[/bold]: weights, gradients and"
+        f" Adam's states take {format_bytes(count * BYTES_OF_ADAM)} in plain PyTorch. Penstock gets"
         f" {format_bytes(args.memory)}.\n"
         f"data: {format_bytes(len(text))} of Python's sources;"
         f" built on flash in {time.perf_counter() - begun:.1f} s"
