@@ -216,6 +216,11 @@ class ModelBuilder:
             home.ticket.checksum = None
         self._settle(YOUNG_BYTES, but=parameter)
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """See :class:`penstock.homed.HomedWeight`."""
+        return None
+
     def hold(self, home: Home) -> None:
         """See :class:`penstock.homed.HomedWeight`."""
         self.touched(home)
