@@ -31,7 +31,7 @@ examples:
   penstock plan vgg16 --batch 256 --machine titan-x
   penstock plan bert-large --batch 64 --machine v100-nvme --policy all
   penstock plan gpt2 --batch 8 --machine cpu --device-memory 2GiB --plot step.svg
-  penstock plan gpt2 --tokens 4096 --machine cpu --weights flash --memory 1GiB --optimizer adam
+  penstock plan gpt2 --tokens 4096 --machine cpu --weights flash --memory 2GiB --optimizer adam
   penstock plan train.py:build --batch 64 --machine here.toml --device-memory 20GiB --json
 
 Nothing is trained, and the machine need not be there. The exit code is 0 if a plan fits, 1 if none
