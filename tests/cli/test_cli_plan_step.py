@@ -6,10 +6,10 @@ import pytest
 
 from penstock.cli import main
 from penstock.cli.plan_step import FORMATS, record_bytes
-from penstock.core.units import MIB
+from penstock.core.units import format_bytes
 from penstock.optim import formats
 
-TINY = ["gpt2", "--set", "size=tiny", "--set", "width=256", "--machine", "cpu"]
+TINY = ["gpt2", "--set", "size=tiny", "--set", "width=512", "--machine", "cpu"]
 FLASH = ["--weights", "flash", "--optimizer", "adam"]
 OWN = """
 import torch
@@ -48,12 +48,12 @@ def refused(capsys, code, *words):
 
 def test_json_has_the_whole_step(capsys):
     words = [*TINY, "--batch", "2", *FLASH, "--format", "int8", "--tbw", "1TB"]
-    facts = told(capsys, *words, "--memory", "160MiB")
+    least = told(capsys, *words)["step"]["least_bytes"]
+    facts = told(capsys, *words, "--memory", least)
     step = facts["step"]
     parts = ("compute_ns", "update_delay_ns", "interference_ns", "stall_ns", "tail_ns")
     assert step["step_ns"] == sum(step[part] for part in parts)
-    assert step["memory"]["total"] <= facts["memory_bytes"] == 160 * MIB
-    assert step["least_bytes"] <= step["memory"]["total"]
+    assert step["memory"]["total"] == facts["memory_bytes"] == step["least_bytes"] == least
     assert step["written_bytes"] == step["moved"]["weights_written"] + (
         step["moved"]["records_written"] + step["activations_written"]
     )
@@ -61,9 +61,10 @@ def test_json_has_the_whole_step(capsys):
     assert (facts["units"], facts["unit"], facts["format"]) == (128, "tokens", "int8")
     assert step["step_ns"] >= max(step["bounds"]["flash"], step["bounds"]["compute"])
     changes = {one["change"]: one for one in facts["changes"]}
+    memory = f"twice the memory, {format_bytes(2 * least)}"
     assert set(changes) == {
         "a second SSD",
-        "twice the memory, 320.00 MiB",
+        memory,
         "twice the tokens, 256",
         "format exact",
         "format split",
@@ -72,11 +73,11 @@ def test_json_has_the_whole_step(capsys):
     assert changes["format split"]["refused"] == "not for these parameters"
     exact, bf16 = (changes[f"format {name}"]["step"] for name in ("exact", "bf16"))
     assert exact["disk_bytes"] > bf16["disk_bytes"] > step["disk_bytes"]
-    assert changes["twice the memory, 320.00 MiB"]["step"]["step_ns"] <= step["step_ns"]
+    assert changes[memory]["step"]["step_ns"] <= step["step_ns"]
 
 
 def test_text_says_what_binds_and_what_would_change_it(capsys):
-    words = [*TINY, "--batch", "2", *FLASH, "--memory", "160MiB", "--tbw", "600TB", "--verbose"]
+    words = [*TINY, "--batch", "2", *FLASH, "--memory", "200MiB", "--tbw", "600TB", "--verbose"]
     assert main(["plan", *words]) == 0
     out = capsys.readouterr().out
     for line in (
@@ -120,6 +121,21 @@ def test_a_frozen_base_writes_only_its_adapter(capsys, own):
     assert moved["weights_written"] < 2.01 * facts["step"]["parameters"]
 
 
+def test_forward_alone_reads_each_weight_once_and_writes_nothing(capsys, own):
+    words = [f"{own}:build", "--batch", "8", "--machine", "cpu", "--weights", "flash"]
+    least = told(capsys, *words, "--forward-only")["step"]["least_bytes"]
+    facts = told(capsys, *words, "--forward-only", "--memory", least)
+    step = facts["step"]
+    layer = 2 * (1024 * 1024 + 1024)
+    assert facts["forward_only"]
+    assert step["moved"]["weights_read"] == sum(-(-layer // 4096) * 4096 for _ in step["order"]) > 0
+    assert step["written_bytes"] == step["parameters"] == 0
+    assert step["disk_bytes"] == pytest.approx(4 * layer, rel=0.01)
+    assert not any("format" in one["change"] for one in facts["changes"])
+    assert main(["plan", *map(str, words), "--forward-only"]) == 0
+    assert "forward only" in capsys.readouterr().out
+
+
 def test_too_little_memory_is_refused_with_the_least(capsys):
     words = [*TINY, "--batch", "2", *FLASH]
     least = told(capsys, *words)["step"]["least_bytes"]
@@ -145,6 +161,7 @@ def test_too_little_flash_is_refused_with_the_largest_model(capsys):
         (["--tokens", "0", "--weights", "flash"], "--tokens is 0"),
         (["--batch", "2", "--memory", "1GiB"], "--memory needs --weights flash"),
         (["--batch", "2", "--format", "int8"], "--format needs --weights flash"),
+        (["--batch", "2", "--forward-only"], "--forward-only needs --weights flash"),
         (["--tokens", "64"], "--tokens needs --weights flash"),
         ([*FLASH, "--batch", "2", "--format", "split"], "split"),
     ],

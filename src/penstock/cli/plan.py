@@ -97,6 +97,10 @@ def parser() -> argparse.ArgumentParser:
         "--format", choices=FORMATS, help="with --weights flash: format of the optimizer's records"
         " (default: exact)",
     )  # fmt: skip
+    made.add_argument(
+        "--forward-only", action="store_true", help="with --weights flash: inference, without backward"
+        " and update",
+    )  # fmt: skip
     made.add_argument("--autocast", choices=("bfloat16", "float16"), help="train under autocast")
     made.add_argument(
         "--set", metavar="NAME=VALUE", action="append", default=[],
@@ -126,6 +130,8 @@ def execute(options: argparse.Namespace) -> int:
     for name in ("tokens", "memory", "format"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name} needs --weights flash")
+    if options.forward_only:
+        raise ConfigError("--forward-only needs --weights flash")
     request = check(options)
     largest = _largest(request)
     outcomes = best_first(

@@ -26,8 +26,8 @@ from penstock.cli.plan_request import bytes_of, data_rate, device_of
 from penstock.core.errors import BudgetError, ConfigError, NoSpaceError, PenstockError
 from penstock.core.units import format_bytes, round_up
 from penstock.plan import Machine, machines, policies
-from penstock.plan.training_step import ENGINE_BYTES, StepPlan, StepPlanner
-from penstock.plan.weights import ModuleWeights, with_records
+from penstock.plan.training_step import ENGINE_BYTES, StepPlan, StepPlanner, forward_part
+from penstock.plan.weights import ModuleWeights, forward_only, with_records
 from penstock.report.step_table import ChangedStep, changed_steps, whole_step
 
 FORMATS: Final = ("exact", "split", "bf16", "int8")
@@ -62,6 +62,7 @@ class StepRequest:
     flash_bytes: int | None
     """Room on flash; None: not known, so taken to be enough."""
     tbw_bytes: int | None
+    forward_only: bool
 
     @property
     def units(self) -> int:
@@ -75,15 +76,17 @@ class StepRequest:
 
     @cached_property
     def weights(self) -> tuple[ModuleWeights, ...]:
-        """Weights with records of the optimizer's format."""
+        """Weights with records of the optimizer's format; none for forward alone."""
+        if self.forward_only:
+            return forward_only(self.shapes.weights)
         return with_records(self.shapes.weights, record_bytes(self.optimizer, self.format))
 
     @cached_property
     def planner(self) -> StepPlanner:
         """Planner of this step; refuses what flash has no room for."""
-        auto = self.policy == "auto"
+        auto, profile = self.policy == "auto", self.shapes.profile
         return StepPlanner(
-            self.shapes.profile,
+            forward_part(profile) if self.forward_only else profile,
             self.weights,
             self.machine,
             policy=policies.get(self.policy),
@@ -183,6 +186,7 @@ def check_step(options: argparse.Namespace) -> StepRequest:
         host_bytes=host_bytes,
         flash_bytes=flash_bytes,
         tbw_bytes=tbw_bytes,
+        forward_only=options.forward_only,
     )
 
 
@@ -273,10 +277,15 @@ def text(
     """Render a report for the terminal."""
     head = Text(f"{request.subject.name}, batch {request.batch_size}", style="bold")
     tokens = f" ({request.units} tokens)" if request.unit == "tokens" else ""
-    trained = f"{plan.parameters / 1e6:.4g} M trained parameters"
+    trained = (
+        "forward only"
+        if request.forward_only
+        else f"{plan.parameters / 1e6:.4g} M trained parameters, with records of {request.optimizer} in"
+        f" format {request.format}"
+    )
     head.append(
-        f"{tokens} on {request.machine.name}\n{trained}; {format_bytes(plan.weight_bytes)} of weights on"
-        f" flash, with records of {request.optimizer} in format {request.format}"
+        f"{tokens} on {request.machine.name}\n{format_bytes(plan.weight_bytes)} of weights on flash;"
+        f" {trained}"
         f"\n{format_bytes(request.memory_bytes)} of memory for everything, of which at least"
         f" {format_bytes(plan.least_bytes)} ({plan.least_bytes} bytes) are needed",
         style="not bold",
@@ -306,6 +315,7 @@ def document(request: StepRequest, plan: StepPlan, changes: list[ChangedStep]) -
         "device": request.device,
         "optimizer": request.optimizer,
         "format": request.format,
+        "forward_only": request.forward_only,
         "policy": request.policy,
         "memory_bytes": request.memory_bytes,
         "flash_bytes": request.flash_bytes,

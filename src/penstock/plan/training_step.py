@@ -197,6 +197,24 @@ def without_weights(profile: Profile, weights: Sequence[ModuleWeights]) -> Profi
     )
 
 
+def forward_part(profile: Profile) -> Profile:
+    """Return the forward of a profile alone, as inference runs it: nothing is saved.
+
+    The operators keep their indices, so weights can refer to them (``weights.forward_only``).
+    """
+    operators = tuple(one for one in profile.operators if not one.backward)
+    end_ns = operators[-1].end_ns if operators else 0
+    return replace(
+        profile,
+        slots=(),
+        operators=operators,
+        passes=tuple(
+            replace(one, backward_start_ns=end_ns, end_ns=end_ns) for one in profile.passes[:1]
+        ),
+        transients=tuple(one for one in profile.transients if one.at_ns <= end_ns),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     choice: WeightsChoice

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from penstock.core.errors import PlanError
-from penstock.core.units import KIB, round_up
+from penstock.core.units import MIB, round_up
 from penstock.plan.groups import PAGE_BYTES
 from penstock.plan.operators import Operator
 
-SMALL_BYTES: Final = 64 * KIB
-"""Weights of a module up to this size are always kept: a transfer takes longer than its bytes."""
+SMALL_BYTES: Final = MIB
+"""Weights of a module below this size are always kept, as sessions do by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +167,14 @@ def share_of(
 ) -> frozenset[str]:
     """Choose names whose sizes are at most a share of all bytes, spread evenly over the order.
 
-    Evenly, because flash then has something to read all the time. Those of at most ``always_bytes`` are
-    always chosen, and count for nothing.
+    Evenly, because flash then has something to read all the time. Those below ``always_bytes`` are always
+    chosen, and count for nothing.
     """
     if share >= 1:
         return frozenset(name for name, _ in sizes)
     chosen, seen_bytes, taken_bytes = set(), 0, 0
     for name, nbytes in sizes:
-        if nbytes <= always_bytes:
+        if nbytes < always_bytes:
             chosen.add(name)
             continue
         seen_bytes += nbytes
