@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.weights.importing import load
-    from penstock.weights.saving import save
+    from penstock.weights.export import save
 
 __all__ = ["load", "save"]
-_LAZY = {"load": "penstock.weights.importing", "save": "penstock.weights.saving"}
+_LAZY = {"load": "penstock.weights.importing", "save": "penstock.weights.export"}
 
 
 def __getattr__(name: str) -> Any:

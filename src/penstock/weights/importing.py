@@ -15,9 +15,10 @@ from penstock.core.errors import ConfigError, MismatchError
 from penstock.core.units import parse_bytes
 from penstock.homed import home_of
 from penstock.io.files import open_path
+from penstock.observe.clients import WEIGHTS
 from penstock.store.blob import StrPath
 from penstock.store.checksums import RunningSum
-from penstock.weights.homes import WEIGHTS, Home, WeightFiles, flat_bytes
+from penstock.weights.homes import Home, WeightFiles, flat_bytes
 from penstock.weights.pieces import PieceReader, PieceWriter
 from penstock.weights.safetensors import StoredTensor, WeightFile, open_source
 

@@ -19,8 +19,9 @@ from penstock.core.fs import check_directory, check_space, sync_directory, write
 from penstock.core.units import parse_bytes, round_up
 from penstock.homed import home_of
 from penstock.io.files import DirectFile, open_at
+from penstock.observe.clients import WEIGHTS
 from penstock.store.checksums import RunningSum
-from penstock.weights.homes import WEIGHTS, Home, flat_bytes
+from penstock.weights.homes import Home, flat_bytes
 from penstock.weights.importing import CODES, state_of
 from penstock.weights.pieces import Fill, PieceReader, PieceWriter
 from penstock.weights.safetensors import ALIGNMENT_BYTES, INDEX_NAME, SINGLE_NAME, header_of
