@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(slots=True)
 class _Facts:
-    """What a file has.
+    """Contents of a file, in short.
 
     Attributes:
         path: Its path.

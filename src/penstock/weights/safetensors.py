@@ -21,7 +21,7 @@ from penstock.core.units import MIB, round_up
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 ALIGNMENT_BYTES: Final = 4096
-"""What is written here begins at a multiple of this, as far as the format allows."""
+"""Multiple at which tensors that are written here begin, as far as the format allows."""
 _SUFFIX: Final = ".safetensors"
 _MOST_HEADER_BYTES: Final = 100 * MIB
 _LENGTH_BYTES: Final = 8
