@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.weights.importing import load
     from penstock.weights.export import save
+    from penstock.weights.importing import load
 
 __all__ = ["load", "save"]
 _LAZY = {"load": "penstock.weights.importing", "save": "penstock.weights.export"}
