@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     "plan": "predict memory and time of training, without running it",
     "jobs": "run several scripts in turns: one computes, the others sleep on flash",
     "checkpoint": "list checkpoints, show the contents of one, verify it",
+    "weights": "show what safetensors files have, and verify them",
     "data": "describe, verify, pack and measure data sets on flash",
     "characterize": "measure what checkpoints and other jobs cost nine networks here",
     "ssd": "simulate an SSD: time, energy and wear",

@@ -146,16 +146,26 @@ class _Piece(NamedTuple):
 class PieceReader:
     """Reads a range of a file from its start to its end, ahead of the caller. Not thread-safe."""
 
-    def __init__(self, file: DirectFile, start: int, end: int, *, owner: str) -> None:
-        """Begin to read.
+    def __init__(
+        self,
+        file: DirectFile,
+        start: int,
+        end: int,
+        *,
+        owner: str,
+        running: RunningSum | None = None,
+    ) -> None:
+        """Read nothing yet.
 
         Args:
             file: The file.
             start: Offset of the first byte.
             end: Offset behind the last one.
             owner: Owner of the memory in the account.
+            running: Gets the bytes too, if ``start`` is a multiple of 4 KiB and nothing is skipped.
         """
         self._file = file
+        self._running = running
         self._at = start
         self._end = end
         self._next = round_down(start, MAX_GRANULE_BYTES)  # begun up to here
@@ -220,6 +230,8 @@ class PieceReader:
             piece, transfer = self._window.pop()
             self._current = piece
             transfer.wait()
+            if self._running is not None:
+                self._running.add(piece.block.address, piece.end - piece.start)
 
     def _begin(self) -> bool:
         """Begin to read the next piece; return False if there is none, or no memory for it."""

@@ -1,0 +1,143 @@
+"""The command ``penstock weights``, which shows and verifies safetensors files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+import numpy as np
+
+from penstock.cli.command import add_command, new_parser
+from penstock.cli.output import show, write_json
+from penstock.core.errors import ConfigError, DamagedError, TransferError
+from penstock.core.units import format_bytes
+from penstock.io.files import open_path
+from penstock.observe.summary_text import text_table
+from penstock.weights.pieces import PIECE_BYTES, PieceReader
+from penstock.weights.safetensors import WeightFile, open_source
+
+_EXAMPLES: Final = """\
+examples:
+  penstock weights info models/llama
+  penstock weights verify models/llama --json
+
+The exit code is 0 if all files are intact, otherwise 1."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of ``penstock weights``."""
+    made = new_parser(
+        "weights", "Show what safetensors files have, and verify them.", examples=_EXAMPLES
+    )
+    what = made.add_subparsers(metavar="WHAT", required=True)
+    info = add_command(what, "info", "show the tensors, types and bytes of each file", _info)
+    check = add_command(
+        what,
+        "verify",
+        "check headers, lengths and the index, and read every byte",
+        _verify,
+        description=(
+            "Check headers, lengths and the index of safetensors, and read every byte. The format has no"
+            "\nchecksums of values: a flipped bit that the device does not report is not found."
+        ),
+    )
+    for each in (info, check):
+        each.add_argument("path", metavar="PATH", help="a .safetensors file, or a folder of them")
+    return made
+
+
+@dataclass(slots=True)
+class _Facts:
+    """Contents of a file, in short.
+
+    Attributes:
+        path: Its path.
+        tensors: How many.
+        nbytes: Bytes of the file.
+        types: Codes of their types, the most frequent first.
+        largest: Name of the longest.
+        largest_bytes: Its bytes.
+    """
+
+    path: str
+    tensors: int
+    nbytes: int
+    types: list[str] = field(default_factory=list)
+    largest: str = ""
+    largest_bytes: int = 0
+
+
+def _facts_of(file: WeightFile) -> _Facts:
+    counts: dict[str, int] = {}
+    made = _Facts(file.path, len(file.tensors), file.size_bytes)
+    for tensor in file.tensors:
+        counts[tensor.code] = counts.get(tensor.code, 0) + 1
+        if tensor.nbytes > made.largest_bytes:
+            made.largest, made.largest_bytes = tensor.name, tensor.nbytes
+    made.types = sorted(counts, key=lambda code: (-counts[code], code))
+    return made
+
+
+def _info(options: argparse.Namespace) -> int:
+    found = [_facts_of(file) for file in open_source(options.path)]
+    if options.json:
+        write_json({"schema": 1, "files": [asdict(each) for each in found]}, sys.stdout)
+        return 0
+    rows = [
+        (
+            each.path,
+            str(each.tensors),
+            format_bytes(each.nbytes),
+            ", ".join(each.types),
+            f"{each.largest} ({format_bytes(each.largest_bytes)})" if each.largest else "",
+        )
+        for each in found
+    ]
+    if len(found) > 1:
+        tensors, nbytes = sum(each.tensors for each in found), sum(each.nbytes for each in found)
+        rows.append(("all", str(tensors), format_bytes(nbytes), "", ""))
+    show(text_table(("file", "tensors", "size", "types", "largest"), rows), sys.stdout)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    damage: dict[str, str] = {}
+    files: list[WeightFile] = []
+    try:
+        files = open_source(options.path)
+    except ConfigError:
+        raise
+    except (DamagedError, TransferError) as error:
+        damage[options.path] = str(error)
+    for file in files:
+        try:
+            _read(file)
+        except TransferError as error:
+            damage[file.path] = str(error)
+    paths = [file.path for file in files] or [options.path]
+    sizes = {file.path: file.size_bytes for file in files}
+    if options.json:
+        rows = [
+            {"path": path, "nbytes": sizes.get(path, 0), "damage": damage.get(path)}
+            for path in paths
+        ]
+        write_json({"schema": 1, "ok": not damage, "checksums": False, "files": rows}, sys.stdout)
+    else:
+        fine = "whole and readable; the format has no checksums"
+        table = [(path, format_bytes(sizes.get(path, 0)), damage.get(path, fine)) for path in paths]
+        show(text_table(("file", "size", "state"), table), sys.stdout)
+    return 1 if damage else 0
+
+
+def _read(file: WeightFile) -> None:
+    """Read all of a file. Raises TransferError."""
+    opened = open_path(file.path, "r")
+    try:
+        memory = np.empty(min(PIECE_BYTES, file.size_bytes), np.uint8)
+        with PieceReader(opened, 0, file.size_bytes, owner="weights") as reader:
+            for at in range(0, file.size_bytes, PIECE_BYTES):
+                reader.fill(memory[: min(PIECE_BYTES, file.size_bytes - at)])
+    finally:
+        opened.close()

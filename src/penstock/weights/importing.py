@@ -1,0 +1,242 @@
+"""Weights from safetensors files into a model: each file is read once, from its start to its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from penstock.core import knobs
+from penstock.core.errors import ConfigError, MismatchError
+from penstock.core.units import parse_bytes
+from penstock.homed import home_of
+from penstock.io.files import open_path
+from penstock.observe.clients import WEIGHTS
+from penstock.store.blob import StrPath
+from penstock.store.checksums import RunningSum
+from penstock.weights.homes import Home, WeightFiles, flat_bytes
+from penstock.weights.pieces import PieceReader, PieceWriter
+from penstock.weights.safetensors import StoredTensor, WeightFile, open_source
+
+CODES: Final[Mapping[torch.dtype, str]] = {
+    getattr(torch, name): code
+    for name, code in (
+        *(("float64", "F64"), ("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")),
+        *(("int64", "I64"), ("int32", "I32"), ("int16", "I16"), ("int8", "I8"), ("bool", "BOOL")),
+        *(("uint64", "U64"), ("uint32", "U32"), ("uint16", "U16"), ("uint8", "U8")),
+        *(("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2"), ("complex64", "C64")),
+        ("float8_e8m0fnu", "F8_E8M0"),
+    )
+    if hasattr(torch, name)
+}
+"""Codes in safetensors of torch's types."""
+_NAMED: Final = 5
+"""Names in an error."""
+Slot: TypeAlias = tuple[Module, str]
+"""A module, and the name of a parameter or buffer in it."""
+
+
+def load(
+    model: Module,
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    directory: StrPath | Sequence[StrPath] | None = None,
+    floor: int | str | None = None,
+) -> None:
+    """Load safetensors files into a model, in one sequential pass over each file.
+
+    The names, shapes and types are compared before anything is read, as ``load_state_dict`` does if it is
+    strict; of tied weights one name suffices. About 200 MiB are in memory at a time beside what the model
+    keeps there. Where the values go depends on where the model is:
+
+    - Parameters that rest in files, as after ``penstock.built_on_flash``: into these files.
+    - Parameters on ``meta``: those of at least ``floor`` get a home in ``directory``, and rest there; the
+      others, and buffers, get memory. They become new objects, so make optimizers afterwards.
+    - Everything else: into its memory.
+
+    After an error in the middle, parameters on ``meta`` are as they were; the values of others are mixed.
+
+    Args:
+        model: The model.
+        source: A ``.safetensors`` file, a list of them, or a folder as of Hugging Face, with its index.
+        directory: Where parameters on ``meta`` get their homes; one directory or several.
+        floor: Least size of a parameter on ``meta`` that gets a home; None: the knob ``PENSTOCK_FLOOR``.
+
+    Raises:
+        ConfigError: There is no such source; the model has parameters on ``meta``, and no directory is
+            given; a buffer on ``meta`` is not in the files, as it is not saved.
+        MismatchError: Names, shapes or types differ.
+        DamagedError: A file is not intact.
+        NoSpaceError: The directory has no room.
+        TransferError: A file cannot be read or written.
+    """
+    files = open_source(source)
+    targets = state_of(model)
+    chosen = _match(files, targets)
+    is_meta = any(tensor.is_meta for tensor in targets.values())
+    loading = _Loading(model, directory if is_meta else None, floor)
+    loading.check(targets)
+    with PieceWriter(owner=WEIGHTS) as writer:
+        for file in files:
+            wanted = [tensor for tensor in file.tensors if tensor.name in chosen]
+            if wanted:
+                loading.read(file, wanted, targets, writer)
+    loading.finish()
+
+
+def state_of(model: Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model that are saved, by name; nothing is touched.
+
+    Raises:
+        ConfigError: Its state has something else than tensors.
+    """
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"{name!r} of the model's state is a {type(value).__name__}; safetensors have tensors"
+                " only"
+            )
+    return state
+
+
+def _match(files: Sequence[WeightFile], targets: Mapping[str, Tensor]) -> set[str]:
+    """Return the names that are loaded: all in the files, but one of each tied weight.
+
+    Raises:
+        MismatchError: The files are of another model.
+    """
+    stored = {tensor.name: tensor for file in files for tensor in file.tensors}
+    last = {id(target): name for name, target in targets.items() if name in stored}
+    problems = [
+        *_list("missing", [name for name, each in targets.items() if id(each) not in last]),
+        *_list("unexpected", [name for name in stored if name not in targets]),
+        *_list("different", list(_differences(stored, targets))),
+    ]
+    if problems:
+        raise MismatchError(
+            f"the weights in {files[0].path!r} are not those of this model: {'; '.join(problems)}"
+        )
+    return set(last.values())
+
+
+def _list(what: str, names: Sequence[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        yield f"{what}: {', '.join(names[:_NAMED])}{more}"
+
+
+def _differences(
+    stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]
+) -> Iterator[str]:
+    for name, tensor in stored.items():
+        target = targets.get(name)
+        if target is None:
+            continue
+        code = CODES.get(target.dtype, str(target.dtype))
+        if tensor.shape != tuple(target.shape) or tensor.code != code:
+            yield f"{name} ({tensor.code} {tensor.shape}, in the model {code} {tuple(target.shape)})"
+
+
+class _Loading:
+    """One call of ``load``."""
+
+    def __init__(
+        self,
+        model: Module,
+        directory: StrPath | Sequence[StrPath] | None,
+        floor: int | str | None,
+    ) -> None:
+        self._model = model
+        self._floor_bytes = (
+            knobs.floor_bytes() if floor is None else parse_bytes(floor, what="floor")
+        )
+        self._files = None if directory is None else WeightFiles(directory)
+        self._made: dict[
+            int, Tensor
+        ] = {}  # by the id of a tensor on meta, which the model keeps alive
+
+    def check(self, targets: Mapping[str, Tensor]) -> None:
+        """Raise ConfigError if something on ``meta`` has no values, or no place for them."""
+        known = {id(target) for target in targets.values()}
+        for name, buffer in self._model.named_buffers():
+            if buffer.is_meta and id(buffer) not in known:
+                raise ConfigError(
+                    f"buffer {name} is on meta and is not saved with the model, so no file has it: make"
+                    " it with values before the weights are loaded"
+                )
+        if self._files is None:
+            for name, target in targets.items():
+                if target.is_meta and isinstance(target, Parameter) and self._is_large(target):
+                    raise ConfigError(
+                        f"parameter {name} is on meta: give the directory on flash where it is to rest"
+                    )
+
+    def _is_large(self, target: Tensor) -> bool:
+        return target.nbytes >= max(1, self._floor_bytes)
+
+    def read(
+        self,
+        file: WeightFile,
+        tensors: Sequence[StoredTensor],
+        targets: Mapping[str, Tensor],
+        writer: PieceWriter,
+    ) -> None:
+        """Load tensors of one file, in their order there."""
+        opened = open_path(file.path, "r")
+        try:
+            with PieceReader(opened, tensors[0].begin, file.size_bytes, owner=WEIGHTS) as reader:
+                for tensor in tensors:
+                    if tensor.nbytes:
+                        reader.skip_to(tensor.begin)
+                    target = targets[tensor.name]
+                    if target.is_meta:
+                        target = self._materialise(tensor.name, target)
+                    _fill(target, reader, writer)
+        finally:
+            opened.close()
+
+    def _materialise(self, name: str, target: Tensor) -> Tensor:
+        """Return what takes the place of a tensor on ``meta``, without values."""
+        made = torch.empty_like(target, device="cpu", requires_grad=False)  # no page is touched
+        if isinstance(target, Parameter):
+            made = Parameter(made, target.requires_grad)
+            if self._files is not None and self._is_large(made):
+                place = self._files.cut(made.nbytes, name)
+                Home(name, made, self._files.tier, place).rest()
+        self._made[id(target)] = made
+        return made
+
+    def finish(self) -> None:
+        """Let the model have what was made."""
+        if self._files is not None:
+            self._files.trim()
+        for module in self._model.modules():
+            for values in (module._parameters, module._buffers):
+                for key, value in values.items():
+                    made = None if value is None else self._made.get(id(value))
+                    if made is not None:
+                        values[key] = made  # type: ignore[assignment]
+
+
+def _fill(target: Tensor, reader: PieceReader, writer: PieceWriter) -> None:
+    """Give a tensor the values that come next in a file."""
+    if not target.numel():
+        return
+    home = home_of(target)
+    if isinstance(home, Home) and home.keeper is None and home.resting.is_contiguous():
+        running = RunningSum(knobs.verify(), home.nbytes)
+        writer.write(home.place.ranges(home.nbytes), reader.fill, running)
+        home.filled(running.result())
+    elif home is None and target.device.type == "cpu" and target.is_contiguous():
+        reader.fill(flat_bytes(target))
+        torch.autograd.graph.increment_version(target)
+    else:
+        values = torch.empty(target.shape, dtype=target.dtype)
+        reader.fill(flat_bytes(values))
+        with torch.no_grad():
+            target.copy_(values)
