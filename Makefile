@@ -32,8 +32,9 @@ DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 120
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s "$$(printf '\t')"
 
-demo: $(VENV)/.base ## train a network without and with Penstock, side by side (five minutes)
+demo: $(VENV)/.base ## train a network without and with Penstock, side by side, and a model larger than memory (six minutes)
 	$(PY) examples/demo.py
+	$(PY) examples/demo_weights.py
 
 test: $(VENV)/.base ## the tests, but for slow ones, side by side on up to four cores
 	$(PYTEST) -m "not slow and not gpu" -n logical --maxprocesses 4 --dist worksteal \
