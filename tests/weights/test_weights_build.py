@@ -5,6 +5,8 @@ import errno
 import gc
 import os
 import threading
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import penstock
+from penstock import weights
 from penstock.homed import home_of
 from penstock.io.threads import ThreadEngine
 from penstock.testing.shared_engine import shared_engine_replaced
-from penstock.weights import build, homes
+from penstock.weights import build, homes, pieces
 from penstock.weights.resting import RestingParameter
 
 FLOOR = 4096
@@ -113,6 +116,20 @@ def test_a_model_that_is_built_on_flash_has_the_bits_of_the_plain_one(name, disk
         memory = torch.empty(home.ticket.window.nbytes + 4096, dtype=torch.uint8)
         address = -(-memory.data_ptr() // 4096) * 4096
         home.tier.read(home.ticket, address, keep_alive=memory).wait()
+
+
+@contextmanager
+def most_resident_bytes():
+    """A function that returns by how much the process's memory has grown at most, mapped files too."""
+
+    def status(key):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    yield lambda: status("VmHWM") - before
 
 
 def check_equal(model, expected):
@@ -402,3 +419,30 @@ def test_no_room_is_an_error_where_the_next_parameter_is_made(disk_path, monkeyp
         made.extend(nn.Linear(width, width) for width in (64, 256, 64))
     assert len(made) == 2
     assert type(made[0].weight) is RestingParameter
+
+
+class Late(nn.Module):
+    """64 weights of 4 MiB, whose initialisers run twice: in their modules, and at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(64))
+        for layer in self.layers:
+            nn.init.ones_(layer.weight)
+
+
+def test_only_young_weights_and_pieces_are_in_memory(disk_path, monkeypatch):
+    monkeypatch.setattr(build, "YOUNG_BYTES", 16 << 20)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4 << 20)
+    with penstock.built_on_flash(disk_path):
+        warm = nn.Linear(1024, 1024)  # what torch and Penstock load at their first use
+    with most_resident_bytes() as most, penstock.built_on_flash(disk_path):
+        model = Late()
+    # young ones, twice as many where they are only read, and what the writer and a reader have
+    assert 0 < most() < 80 << 20
+    with most_resident_bytes() as most:
+        weights.save(model, disk_path / "saved", shard="64MiB")
+        weights.load(model, disk_path / "saved")
+    assert 0 < most() < 48 << 20
+    assert warm is not None
+    assert torch.equal(model.layers[-1].weight, torch.ones(1024, 1024))

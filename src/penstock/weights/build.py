@@ -11,6 +11,9 @@
     fill the page cache; only an operation on more weights than can be young does that. Memory that
     somebody else refers to, as a view, is not taken away; it is looked at again later.
 
+    The C library's heap keeps what is freed in it, and, as blocks of tensors are aligned, a hole does not
+    hold another tensor of the same size. So the heap is trimmed now and then.
+
     What an initialiser has not touched, as with ``torch.empty``, has no pages. Nothing is written for it:
     a new place in a file has zeros, as its memory has.
 """
@@ -36,7 +39,7 @@ from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import MIB, format_bytes, parse_bytes
 from penstock.homed import home_of, move_out
 from penstock.io.engine import Priority
-from penstock.io.pages import is_untouched, whole_pages
+from penstock.io.pages import is_untouched, trim_heap, whole_pages
 from penstock.observe.clients import WEIGHTS
 from penstock.store.arena import Arena
 from penstock.store.blob import StrPath
@@ -93,6 +96,7 @@ class ModelBuilder:
         self._young: dict[int, _Young] = {}
         self._young_bytes = 0
         self._homes: list[weakref.ref[Home]] = []
+        self._freed_bytes = 0
         self._part: list[tuple[weakref.ref[Parameter], str]] = []
 
     # -- parameters that come ---------------------------------------------------------------------
@@ -146,8 +150,12 @@ class ModelBuilder:
             elif parameter is not but and not _is_shared(parameter):
                 home = self._send_home(parameter, young)
                 self._forget(key)
+                self._freed_bytes += young.nbytes
                 if home is not None:
                     rested.append(home)
+        if self._freed_bytes > YOUNG_BYTES // 2:
+            self._freed_bytes = 0
+            trim_heap()
         return rested
 
     def _send_home(self, parameter: Parameter, young: _Young) -> Home | None:
@@ -242,6 +250,7 @@ class ModelBuilder:
         self._settle(0)
         self._writer.finish()
         self._files.trim()
+        trim_heap()
         self._warn()
 
     def _warn(self) -> None:
@@ -275,7 +284,7 @@ def built_on_flash(
 ) -> Iterator[None]:
     """Let the parameters of models that are constructed in a ``with`` block rest in files.
 
-    The model may be larger than memory: about 256 MiB of it are in memory at a time, and its largest
+    The model may be larger than memory: about 300 MiB of it are in memory at a time, and its largest
     parameter. It has the values that it would have without the block, bit by bit, for the same seeds.
     After the block every parameter reads its file when it is used, whoever uses it; to train or to
     infer at speed give the model to ``penstock.offload(model, weights="flash", ...)``, which keeps the

@@ -202,7 +202,7 @@ class _Loading:
 
     def _materialise(self, name: str, target: Tensor) -> Tensor:
         """Return what takes the place of a tensor on ``meta``, without values."""
-        made = torch.empty_like(target, device="cpu", requires_grad=False)  # no page is touched
+        made = torch.empty_strided(target.size(), target.stride(), dtype=target.dtype)
         if isinstance(target, Parameter):
             made = Parameter(made, target.requires_grad)
             if self._files is not None and self._is_large(made):
