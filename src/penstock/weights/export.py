@@ -20,10 +20,11 @@ from penstock.core.units import parse_bytes, round_up
 from penstock.homed import home_of
 from penstock.io.files import DirectFile, open_at
 from penstock.observe.clients import WEIGHTS
+from penstock.store.arena import Arena
 from penstock.store.checksums import RunningSum
 from penstock.weights.homes import Home, flat_bytes
 from penstock.weights.importing import CODES, state_of
-from penstock.weights.pieces import Fill, PieceReader, PieceWriter
+from penstock.weights.pieces import Fill, PieceReader, PieceWriter, reader_arena
 from penstock.weights.safetensors import ALIGNMENT_BYTES, INDEX_NAME, SINGLE_NAME, header_of
 
 _SUFFIX: Final = ".safetensors"
@@ -195,12 +196,20 @@ _Parts: TypeAlias = Generator[tuple[int, Fill], None, None]
 
 def _parts(header: bytes, tensors: Sequence[_Named]) -> _Parts:
     yield len(header), _from_memory(np.frombuffer(header, np.uint8))
+    arena = reader_arena(WEIGHTS)
+    try:
+        yield from _parts_of(tensors, arena)
+    finally:
+        arena.close()
+
+
+def _parts_of(tensors: Sequence[_Named], arena: Arena) -> _Parts:
     for _, tensor in tensors:
         home = home_of(tensor)
         if not tensor.numel():
             continue
         if isinstance(home, Home) and home.keeper is None and home.resting.is_contiguous():
-            yield from _parts_of_home(home)
+            yield from _parts_of_home(home, arena)
         elif home is not None:
             home.hold()
             try:
@@ -211,12 +220,14 @@ def _parts(header: bytes, tensors: Sequence[_Named]) -> _Parts:
             yield tensor.nbytes, _from_memory(_values_of(tensor))
 
 
-def _parts_of_home(home: Home) -> _Parts:
+def _parts_of_home(home: Home, arena: Arena) -> _Parts:
     """Read a resting weight from its file, not through the page cache."""
     checksum = home.ticket.checksum
     running = RunningSum("off" if checksum is None else checksum[0], home.nbytes)
     for file, offset, nbytes in home.place.ranges(home.nbytes):
-        with PieceReader(file, offset, offset + nbytes, owner=WEIGHTS, running=running) as reader:
+        with PieceReader(
+            file, offset, offset + nbytes, owner=WEIGHTS, running=running, arena=arena
+        ) as reader:
             yield nbytes, reader.fill
     if checksum is not None and running.result() != checksum:
         raise home.tier.damage(home.ticket, "have another checksum")

@@ -137,6 +137,11 @@ class PieceWriter:
             raise self._failure.with_traceback(None)
 
 
+def reader_arena(owner: str) -> Arena:
+    """Return memory for one ``PieceReader`` at a time."""
+    return Arena(_READ_PIECES * PIECE_BYTES, owner=owner)
+
+
 class _Piece(NamedTuple):
     block: Block
     start: int
@@ -154,6 +159,7 @@ class PieceReader:
         *,
         owner: str,
         running: RunningSum | None = None,
+        arena: Arena | None = None,
     ) -> None:
         """Read nothing yet.
 
@@ -163,13 +169,15 @@ class PieceReader:
             end: Offset behind the last one.
             owner: Owner of the memory in the account.
             running: Gets the bytes too, if ``start`` is a multiple of 4 KiB and nothing is skipped.
+            arena: Memory that readers use in turn, from ``reader_arena``; None: its own.
         """
         self._file = file
         self._running = running
         self._at = start
         self._end = end
         self._next = round_down(start, MAX_GRANULE_BYTES)  # begun up to here
-        self._arena = Arena(_READ_PIECES * PIECE_BYTES, owner=owner)
+        self._is_own = arena is None
+        self._arena = reader_arena(owner) if arena is None else arena
         self._window: TransferWindow[tuple[_Piece, Transfer]] = TransferWindow(
             release=lambda item: item[0].block.free()
         )
@@ -185,7 +193,8 @@ class PieceReader:
         """Cancel what has not begun, wait for the rest, and free the memory. Idempotent."""
         self._free_current()
         self._window.cancel()
-        self._arena.close()
+        if self._is_own:
+            self._arena.close()
 
     def skip_to(self, offset: int) -> None:
         """Go on at a later offset."""
