@@ -677,7 +677,7 @@ class WeightStreamer:
             pass
 
     def _begin_reads(self) -> bool:
-        """Do so until something has left memory, which is free only when the lock is: return True then."""
+        """Do so; return True if something has left memory, which is free only when the lock is."""
         with self._wake:
             before, ahead = 0, min(AHEAD_BYTES, self._account.limit_bytes // AHEAD_SHARE)
             for distance, index in enumerate(self._order.upcoming()):
