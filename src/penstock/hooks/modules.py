@@ -235,7 +235,7 @@ class ModuleTracker:
         stack.watched = [] if place.kind in self._watch else None
         if self.weights is not None:  # now, since _leave is called even if this raises
             self.weights.enter(module, args)
-        if self.observer is not None:
+        if self.observer is not None and not torch.is_inference_mode_enabled():
             self.observer.enter(module, place, args)
         if not stack.hooked and torch.is_grad_enabled() and not _has_hooks():
             self._on_missed_thread(threading.current_thread().name)
@@ -255,7 +255,7 @@ class ModuleTracker:
                 self._completion.returned()
             if watched and self._on_watched is not None:
                 self._on_watched(stack.places[-1].kind, rest[-1], watched)
-            if self.observer is not None:
+            if self.observer is not None and not torch.is_inference_mode_enabled():
                 self.observer.leave(module, (args, rest[:-1]), rest[-1])
         finally:
             stack.places.pop()

@@ -190,6 +190,8 @@ class PassObserver:
         self._recipes.leave(output, lambda: call.place.path, refused=call.refused or named)
 
     def _note_version(self, tensor: torch.Tensor) -> None:
+        if tensor.is_inference():  # it has no version, and is not saved
+            return
         known = self._versions.get(id(tensor))
         if known is None or known.tensor() is not tensor:
             known = self._versions[id(tensor)] = _Versions(TensorRef(tensor), [])
@@ -198,6 +200,8 @@ class PassObserver:
 
     def _check_unchanged(self, tensor: torch.Tensor, call: _Call) -> None:
         """Mark a module that changed its input: without the input it cannot be recomputed."""
+        if tensor.is_inference():
+            return
         known = self._versions.get(id(tensor))
         seen = known.seen if known is not None and known.tensor() is tensor else []
         before = [version for begun, version in seen if begun <= call.number]

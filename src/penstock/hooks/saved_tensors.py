@@ -31,6 +31,7 @@ from penstock.observe.recorder import Recorder
 from penstock.runtime.completion import Completion
 from penstock.runtime.movers import StreamOrder
 from penstock.staging import bytes_of
+from penstock.untraced import leave_untraced
 
 TINY_BYTES: Final = 4096
 """Maximum size of storages that are not even counted: the handle would cost more than the tensor."""
@@ -309,25 +310,7 @@ class SavedTensorHooks:
         return FlattenedHandle(tensor, inner, context)
 
 
-def _leave_untraced(*functions: Callable[..., Any]) -> None:
-    """Keep ``torch.compile`` from tracing these functions and what they call.
-
-    At a graph break it goes on to trace all Python code that runs, including our hooks.
-    """
-    try:
-        from torch._C._dynamo.eval_frame import (  # noqa: PLC0415  (newer than torch 2.8, perhaps)
-            _FrameAction,
-            _FrameExecStrategy,
-            set_code_exec_strategy,
-        )
-    except ImportError:
-        return
-    for function in functions:
-        strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-        set_code_exec_strategy(function.__code__, strategy)
-
-
-_leave_untraced(SavedTensorHooks.pack, SavedTensorHooks.unpack)
+leave_untraced(SavedTensorHooks.pack, SavedTensorHooks.unpack)
 
 
 def strided_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

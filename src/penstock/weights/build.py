@@ -217,6 +217,28 @@ class ModelBuilder:
             for each in rested:  # this very operation may change them where they rest
                 each.ticket.checksum = None
 
+    def begin_touch(self, home: Home) -> None:
+        """See :class:`.resting.RestingHome`."""
+        self.touched(home)
+
+    def end_touch(self, home: Home, *, changed: bool) -> None:
+        """See :class:`.resting.RestingHome`."""
+        if changed:
+            self.may_differ(home)
+
+    def lent(self, home: Home) -> None:
+        """See :class:`.resting.RestingHome`."""
+        self.may_differ(home)
+
+    def replaced(self, home: Home, data: Tensor) -> None:
+        """See :class:`.resting.RestingHome`: it is young, with other memory."""
+        self.touched(home)
+        home.generation += 1
+        parameter = home.parameter
+        assert parameter is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
+
     def may_differ(self, home: Home) -> None:
         """Send older ones home, after an operation that has changed a weight."""
         parameter = home.parameter

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from penstock.core.errors import ConfigError, NoSpaceError
+from penstock.core.errors import NoSpaceError
 from penstock.core.units import format_bytes, round_up
-from penstock.homed import settle
+from penstock.homed import move_out, settle
 from penstock.io.engine import Priority, Transfer
 from penstock.io.files import DirectFile
 from penstock.io.mapping import advise_random, map_files, memory_at
@@ -55,11 +55,17 @@ class Keeper(Protocol):
     def let_go(self, home: Home, *, changed: bool) -> None:
         """See :class:`penstock.homed.HomedWeight`."""
 
-    def touched(self, home: Home) -> None:
-        """Wait for transfers of a weight that somebody works with, other than in a module."""
+    def begin_touch(self, home: Home) -> None:
+        """See :class:`.resting.RestingHome`."""
 
-    def may_differ(self, home: Home) -> None:
-        """Note that somebody may have changed a weight."""
+    def end_touch(self, home: Home, *, changed: bool) -> None:
+        """See :class:`.resting.RestingHome`."""
+
+    def lent(self, home: Home) -> None:
+        """See :class:`.resting.RestingHome`."""
+
+    def replaced(self, home: Home, data: Tensor) -> None:
+        """See :class:`.resting.RestingHome`."""
 
 
 class Home:
@@ -70,6 +76,7 @@ class Home:
         nbytes: Length of its values.
         ticket: Claim on what the place holds; its checksum is None if it is not known.
         resting: Mapping of the place, with the shape and the strides of the parameter.
+        generation: Number of times that other values have replaced all of these, as ``.data = x`` does.
         keeper: Brings the weight to memory; None while no session does.
         touches: Operations on the weight at rest, other than by modules.
     """
@@ -77,8 +84,12 @@ class Home:
     __slots__ = (
         *(
             "__weakref__",
+            "_free_uses",
             "_mapping",
             "_param",
+            "_storage",
+            "_version",
+            "generation",
             "keeper",
             "name",
             "nbytes",
@@ -102,10 +113,18 @@ class Home:
         )
         self.keeper: Keeper | None = None
         self.touches = 0
-        self._mapping = map_files(tuple(place.ranges(round_up(self.nbytes, UNIT_BYTES))))
-        self.resting = view_like(torch.from_numpy(self._mapping).untyped_storage(), parameter)
-        self._param = weakref.ref(parameter)
+        self.generation = 0
+        self._version = parameter._version
+        self._map(parameter)
+        self._param: Callable[[], Parameter | None] = weakref.ref(parameter)
         settle(parameter, self)
+
+    def _map(self, like: Tensor) -> None:
+        """Map the place, with the shape and the strides of a tensor."""
+        self._mapping = map_files(tuple(self.place.ranges(round_up(self.nbytes, UNIT_BYTES))))
+        self._storage = torch.from_numpy(self._mapping[: self.nbytes]).untyped_storage()
+        self.resting = view_like(self._storage, like)
+        self._free_uses = use_count(self._storage)
 
     def __repr__(self) -> str:
         return f"Home({self.name}: {self.nbytes} bytes at {self.place})"
@@ -115,11 +134,72 @@ class Home:
         """The parameter; None if the program has dropped it."""
         return self._param()
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the parameter's memory is the home."""
+        parameter = self._param()
+        return parameter is not None and shares_storage(parameter, self._storage)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether others than the parameter refer to the mapping, who may read and change it there.
+
+        So is one that was moved to memory that processes share: who has it no more sees the file.
+        """
+        uses = use_count(self._storage) - self.is_at_rest
+        return uses > self._free_uses or self._storage.data_ptr() != self._mapping.ctypes.data
+
     def rest(self) -> None:
         """Let the parameter's memory be its home."""
         parameter = self._param()
         if parameter is not None:
             show(parameter, self.resting, RestingParameter)
+            self._version = parameter._version
+
+    @property
+    def is_as_read(self) -> bool:
+        """Whether no version of the parameter says that it was changed since ``check_version``."""
+        parameter = self._param()
+        return parameter is None or parameter._version == self._version
+
+    def check_version(self) -> None:
+        """Forget the checksum if the parameter was changed at rest by code that torch does not show."""
+        parameter = self._param()
+        if parameter is not None and parameter._version != self._version:
+            self._version = parameter._version
+            self.ticket.checksum = None
+
+    def move(self, data: Tensor) -> None:
+        """Take another shape or type, with its values; at the same place if that is free and suffices.
+
+        Args:
+            data: Dense, on the CPU, and without gradient.
+
+        Raises:
+            NoSpaceError: There is no room for it; nothing was changed.
+        """
+        parameter = self._param()
+        assert parameter is not None
+        length = round_up(data.nbytes, UNIT_BYTES)
+        place = self.place
+        if length > self.ticket.window.nbytes or self.is_lent:
+            [place] = self.tier.reserve([length], file_name=None, advice=_advice)
+        values = flat_bytes(data).copy()  # it may be a part of what is here
+        self.tier.discard(self.ticket)
+        self.place, self.nbytes = place, data.nbytes
+        self.ticket = self.tier.adopt(place, length, label=self.name, checksum=None)
+        self._map(data)
+        self._mapping[: self.nbytes] = values
+        self.generation += 1
+        self.rest()
+
+    def leave(self) -> None:
+        """Leave the parameter to memory, where it is."""
+        parameter = self._param()
+        if parameter is not None:
+            move_out(parameter)
+            parameter.__class__ = Parameter
+        self._param = _nobody
 
     def rename(self, name: str) -> None:
         """Set the name in messages, which is not known yet while a model is built."""
@@ -174,35 +254,56 @@ class Home:
 
     # -- for the resting parameter ----------------------------------------------------------------
 
-    def touched(self) -> None:
+    def begin_touch(self) -> None:
         """See :class:`.resting.RestingHome`."""
         self.touches += 1
         if self.keeper is not None:
-            self.keeper.touched(self)
+            self.keeper.begin_touch(self)
 
-    def may_differ(self) -> None:
+    def end_touch(self, *, changed: bool) -> None:
         """See :class:`.resting.RestingHome`."""
         if self.keeper is not None:
-            self.keeper.may_differ(self)
+            self.keeper.end_touch(self, changed=changed)
+        elif changed:
+            self.ticket.checksum = None
+
+    def lent(self) -> None:
+        """See :class:`.resting.RestingHome`."""
+        if self.keeper is not None:
+            self.keeper.lent(self)
         else:
             self.ticket.checksum = None
 
     def replaced(self, data: Tensor) -> None:
         """See :class:`.resting.RestingHome`."""
-        old = self.resting
-        if data.shape != old.shape or data.dtype != old.dtype or data.device != old.device:
-            raise ConfigError(
-                f"weight {self.name} has its home in a file, as {old.dtype} {tuple(old.shape)} on"
-                f" {old.device}, and cannot become {data.dtype} {tuple(data.shape)} on {data.device}:"
-                " convert the model before its weights go to flash"
-            )
+        if self.keeper is not None:
+            self.keeper.replaced(self, data)
+            return
+        self.touches += 1
+        self.take(data)
+
+    def take(self, data: Tensor) -> None:
+        """Take other values, in memory or at home; a parameter that cannot rest leaves its home."""
         parameter = self._param()
         assert parameter is not None
-        self.touched()
-        with torch.no_grad():
-            parameter.data.copy_(data)
-        torch.autograd.graph.increment_version(parameter)  # what was saved is not there any more
-        self.may_differ()
+        old = self.resting
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = Tensor.untyped_storage(parameter)
+            if data.device != old.device or not is_dense(data):
+                self.leave()
+                Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
+                return
+            if (data.dtype, data.size(), data.stride()) != (old.dtype, old.size(), old.stride()):
+                self.move(data)
+            elif not shares_storage(data, memory) or data.storage_offset():
+                with torch.no_grad():
+                    view_like(memory, old).copy_(data)
+                self.generation += 1
+                self.ticket.checksum = None
+
+
+def _nobody() -> None:
+    return None
 
 
 class WeightFiles:
@@ -337,10 +438,23 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.numel() > 0
 
 
+def use_count(storage: torch.UntypedStorage) -> int:
+    """Return the number of references to a storage."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+def shares_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Return whether the memory of a tensor is that storage."""
+    with torch._C.DisableTorchFunctionSubclass():
+        mine: int = Tensor.untyped_storage(tensor)._cdata
+    return bool(mine == storage._cdata)
+
+
 def flat_bytes(parameter: Tensor) -> NDArray[np.uint8]:
     """Return the bytes of a dense parameter in the order of memory; they share it."""
     with torch.inference_mode(False), torch._C.DisableTorchFunction():
-        line = parameter.detach().as_strided((parameter.numel(),), (1,))
+        line = Tensor.detach(parameter).as_strided((parameter.numel(),), (1,))
         flat: NDArray[np.uint8] = line.view(torch.uint8).numpy()
     return flat
 
@@ -348,5 +462,5 @@ def flat_bytes(parameter: Tensor) -> NDArray[np.uint8]:
 def show(parameter: Parameter, data: Tensor, kind: type[Parameter]) -> None:
     """Exchange the memory of a parameter, and its class, but not its version."""
     with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
-        parameter.data = data
+        Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
     parameter.__class__ = kind

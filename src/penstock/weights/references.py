@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from penstock.core.errors import InPlaceError
 from penstock.homed import Reference
@@ -15,7 +16,7 @@ from penstock.weights.homes import Home, view_like
 class WeightBringer(Protocol):
     """Brings weights to memory."""
 
-    def bring(self, home: Home) -> torch.UntypedStorage:
+    def bring(self, home: Home, parameter: Parameter) -> torch.UntypedStorage:
         """Return the memory of a weight, which stays as long as anybody refers to it."""
 
 
@@ -26,7 +27,17 @@ class WeightReference(Reference):
     as autograd itself would say.
     """
 
-    __slots__ = ("bringer", "cast", "home", "offset", "parameter", "size", "stride", "version")
+    __slots__ = (
+        "bringer",
+        "cast",
+        "generation",
+        "home",
+        "offset",
+        "parameter",
+        "size",
+        "stride",
+        "version",
+    )
 
     def __init__(
         self, tensor: Tensor, home: Home, bringer: WeightBringer, *, is_cast: bool
@@ -51,6 +62,7 @@ class WeightReference(Reference):
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
         self.version = parameter._version
+        self.generation = home.generation
 
     def unpack(self) -> Tensor:
         """Return the tensor that was saved, from memory that belongs to whoever holds it.
@@ -61,6 +73,11 @@ class WeightReference(Reference):
             ChecksumError: It is not what was written.
         """
         parameter = self.parameter
+        if self.home.generation != self.generation:
+            raise InPlaceError(
+                f"weight {self.home.name}, which backward needs, was replaced since, as by"
+                " parameter.data = x: its former values were on flash and are gone. Call backward first."
+            )
         if parameter._version != self.version:
             raise InPlaceError(
                 "one of the variables needed for gradient computation has been modified by an inplace"
@@ -68,7 +85,7 @@ class WeightReference(Reference):
                 f" {tuple(parameter.shape)}, is at version {parameter._version}; expected version"
                 f" {self.version} instead. Without Penstock autograd raises here too."
             )
-        storage = self.bringer.bring(self.home)
+        storage = self.bringer.bring(self.home, parameter)
         whole = view_like(storage, self.home.resting)
         if self.cast is not None:
             whole = whole.to(self.cast)

@@ -5,13 +5,16 @@
     change. What changes is its memory (``.data``) and its class. At rest its memory is a mapping of its
     home in a file. So any read, C++ code's included, gets the right bytes, and any write reaches the
     home. Its class is then :class:`RestingParameter`, whose ``__torch_function__`` tells its home of what
-    is done with it. While a module works with it, its memory is a buffer, and its class is ``Parameter``,
-    so that nothing is slower and ``torch.compile`` sees what it always sees.
+    is done with it, before and after. While a module works with it, its memory is a buffer, and its class
+    is :class:`BusyParameter`, with which nothing is slower: only ``data`` and the like, which give the
+    memory away with a version counter of its own or none, tell the home. A compiled module finds
+    ``Parameter``, which ``torch.compile`` knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Final, Protocol, cast
 
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.homed import home_of
+from penstock.untraced import leave_untraced
 
 _PROPERTIES: Final = (
     *(
@@ -100,24 +104,26 @@ def _metadata() -> Iterator[Any]:
 _METADATA: Final = frozenset(_metadata())
 """Functions that neither read nor write values."""
 _SET_DATA: Final = Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_DATA: Final = Tensor.data.__get__  # type: ignore[attr-defined]
 _ADDRESSES: Final = frozenset({Tensor.data_ptr})
 """Functions whose result says where the values are, though it is no tensor."""
+_no_function: Final = torch._C.DisableTorchFunctionSubclass
 
 
 class RestingHome(Protocol):
     """Home of a resting parameter, which is told what is done with it."""
 
-    def touched(self) -> None:
-        """Handle the beginning of an operation on the values."""
+    def begin_touch(self) -> None:
+        """Let the values be where they are until ``end_touch``, and no transfer of them be in flight."""
 
-    def may_differ(self) -> None:
-        """Handle the end of an operation that has changed the values, or has given their memory away."""
+    def end_touch(self, *, changed: bool) -> None:
+        """End an operation, which may have changed the values or given their memory away."""
+
+    def lent(self) -> None:
+        """Note that the memory of the values was given to somebody who may change them."""
 
     def replaced(self, data: Tensor) -> None:
-        """Handle the assignment of other values. Raises ConfigError if they do not fit."""
-
-
-_no_function: Final = torch._C.DisableTorchFunctionSubclass
+        """Take other values in place of the present ones, as ``parameter.data = data`` asks for."""
 
 
 class RestingParameter(Parameter):
@@ -136,45 +142,131 @@ class RestingParameter(Parameter):
         if func in _METADATA:
             with _no_function():
                 return func(*args, **kwargs)
-        found = {id(each): each for each in _resting((*args, *kwargs.values()))}
         with _no_function():
-            homes = [(each, _home_of(each)) for each in found.values()]
-            if func == _SET_DATA and type(args[0]) is RestingParameter:
+            found = {id(each): each for each in _resting((*args, *kwargs.values()))}
+            homes = [(each, home) for each in found.values() if (home := _home_of(each))]
+            if func == _SET_DATA and homes and args[0] is homes[0][0]:
                 homes[0][1].replaced(args[1])
                 return None
-            for _, home in homes:
-                home.touched()
-            before = [each._version for each, _ in homes]
-            result = func(*args, **kwargs)
-            for (each, home), version in zip(homes, before, strict=True):
-                # fused steps of optimizers return None, and raise no version
-                may_differ = result is None or func in _ADDRESSES or _aliases(result, each)
-                if each._version != version or may_differ:
-                    home.may_differ()
-            return result
+            result = _run(func, args, kwargs, homes)
+        if func is Tensor.detach and sys._getframe(1).f_code is _MAKER:
+            result.__class__ = RestingParameter  # else Parameter(parameter) refuses it
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         """Return a copy in memory, an ordinary parameter."""
         if id(self) in memo:
             known: Parameter = memo[id(self)]
             return known
-        _home_of(self).touched()
-        if type(self) is not RestingParameter:  # its keeper has brought it
-            return cast(Parameter, deepcopy(self, memo))
-        copy = memo[id(self)] = Parameter(self.clone().detach(), self.requires_grad)
-        return copy
+        home = _home_of(self)
+        if home is not None:
+            home.begin_touch()
+        try:
+            if type(self) is not RestingParameter:  # its keeper has brought it
+                return cast(Parameter, deepcopy(self, memo))
+            with _no_function():
+                copy = memo[id(self)] = Parameter(self.detach().clone(), self.requires_grad)
+            return copy
+        finally:
+            if home is not None:
+                home.end_touch(changed=False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an ordinary parameter."""
-        hooks: dict[int, Any] = {}
-        rebuild = torch._utils._rebuild_parameter
-        return rebuild, (self.data, self.requires_grad, hooks)
+        return _reduced(self)
 
 
-def _home_of(parameter: Parameter) -> RestingHome:
+class BusyParameter(Parameter):
+    """Parameter whose values a module works with. See [Note: a resting weight]."""
+
+    @property
+    def data(self) -> Tensor:
+        """The values, with a version counter of their own."""
+        _lend(self)
+        data: Tensor = _GET_DATA(self)
+        return data
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        if home := _home_of(self):
+            home.replaced(data)
+        else:
+            _SET_DATA(self, data)
+
+    def data_ptr(self) -> int:
+        """Return the address of the values."""
+        _lend(self)
+        return super().data_ptr()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array; they share memory unless ``force`` makes a copy."""
+        _lend(self)
+        return super().numpy(force=force)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the values."""
+        _lend(self)
+        return super().untyped_storage()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an ordinary parameter."""
+        return _reduced(self)
+
+
+_MAKER: Final = Parameter.__new__.__code__
+
+
+def _run(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    homes: Sequence[tuple[RestingParameter, RestingHome]],
+) -> Any:
+    """Call a function between the beginning and the end of a touch of each weight."""
+    begun: list[tuple[RestingParameter, RestingHome, int]] = []
+    changes = func in _ADDRESSES or _is_in_place(func) or "out" in kwargs
+    result = None
+    over = False
+    try:
+        for each, home in homes:
+            home.begin_touch()
+            begun.append((each, home, each._version))
+        result = func(*args, **kwargs)
+        over = True
+    finally:
+        for each, home, version in begun:
+            may_differ = changes or not over or each._version != version or _aliases(result, each)
+            home.end_touch(changed=may_differ)
+    return result
+
+
+def _is_in_place(func: Any) -> bool:
+    """Return whether the name of a function says so; fused optimizers count no version."""
+    name = getattr(func, "__name__", "_")
+    return name.endswith("_") and (not name.endswith("__") or name[2:5] == "set")
+
+
+def _home_of(parameter: Parameter) -> RestingHome | None:
+    """Return the home; None for a parameter made from another one, which becomes an ordinary one."""
     home = home_of(parameter)
-    assert home is not None, "a resting parameter has a home"
-    return cast(RestingHome, home)
+    if home is None:
+        parameter.__class__ = Parameter
+    return cast("RestingHome | None", home)
+
+
+def _lend(parameter: Parameter) -> None:
+    if home := _home_of(parameter):
+        home.lent()
+
+
+def _reduced(parameter: Parameter) -> Any:
+    """Return what makes an ordinary parameter of these values."""
+    hooks: dict[int, Any] = {}
+    arguments = (parameter.data, parameter.requires_grad, hooks)
+    if not parameter.__dict__:
+        return torch._utils._rebuild_parameter, arguments
+    state = torch._utils._get_obj_state(parameter)  # type: ignore[no-untyped-call]
+    return torch._utils._rebuild_parameter_with_state, (*arguments, state)
 
 
 def _resting(values: Iterable[Any]) -> Iterator[RestingParameter]:
@@ -188,7 +280,7 @@ def _resting(values: Iterable[Any]) -> Iterator[RestingParameter]:
 
 def _aliases(result: Any, tensor: Tensor) -> bool:
     """Return whether a result may be the tensor's own memory."""
-    if isinstance(result, bool | int | float | str | torch.Size):
+    if result is tensor or isinstance(result, bool | int | float | str | torch.Size):
         return False
     if isinstance(result, Tensor):
         if result.layout != torch.strided or result.device != tensor.device:
@@ -197,3 +289,6 @@ def _aliases(result: Any, tensor: Tensor) -> bool:
     if isinstance(result, list | tuple):
         return any(_aliases(each, tensor) for each in result)
     return True
+
+
+leave_untraced(RestingParameter.__torch_function__.__func__, _run, _aliases, _home_of)  # type: ignore[attr-defined]

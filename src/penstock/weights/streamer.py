@@ -15,6 +15,10 @@
     What is in memory and not pinned has the class of a resting weight, so that whoever touches it there
     is noticed too: it counts as changed then, if its memory may have been given away.
 
+    Memory to which others refer stays the parameter's memory, so that each sees what the other writes:
+    a buffer does not leave then, and a weight whose mapping was lent, or is worked with just now, is
+    used at home, by modules too.
+
 [Note: memory and threads]
     Memory and class of a parameter are exchanged under the streamer's lock, in the thread that works with
     it; threads of the engine only set flags. A failed write leaves the weight in memory, over the limit
@@ -27,7 +31,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -36,24 +40,33 @@ from torch.nn import Embedding, Module, Parameter
 from penstock.core.errors import BudgetError, ConfigError, PenstockError, PenstockWarning
 from penstock.core.locks import condition, defer
 from penstock.core.units import MIB, format_bytes
-from penstock.homed import home_of, move_out
+from penstock.homed import home_of
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.clients import WEIGHTS
 from penstock.runtime.movers import memory_for
 from penstock.store.account import Account
+from penstock.store.arena import lone_block
 from penstock.store.pool import Block
-from penstock.weights.homes import Home, show, view_like
+from penstock.weights.homes import (
+    Home,
+    is_dense,
+    shares_storage,
+    show,
+    use_count,
+    view_like,
+)
 from penstock.weights.order import UseOrder
 from penstock.weights.references import WeightReference
-from penstock.weights.resting import RestingParameter
+from penstock.weights.resting import BusyParameter, RestingParameter
 
 AHEAD_BYTES: Final = 256 * MIB
 """Most bytes of reads in flight at once, but for a longer weight."""
+AHEAD_SHARE: Final = 4
+"""Weights leave memory for others that come before this part of the limit is used."""
 _NOW: Final = -1
 """Distance of what is needed at once."""
 ROWS_SHARE: Final = 8
 """An embedding's rows are read at home, if they are less than this part of it."""
-_use_count: Final = torch._C._storage_Use_Count
 
 
 class _Stay:
@@ -67,11 +80,13 @@ class _Stay:
         dirty: True if the memory is newer than the home.
         version: The parameter's version when the memory was as the home.
         pins: Users that need the class and the memory to stay.
+        touching: Operations on the weight in memory that are not over.
+        at_home: Users of both kinds that work with the mapping: no read begins meanwhile.
     """
 
     __slots__ = (
-        *("block", "coming", "dirty", "home", "index", "own_uses", "pins", "storage"),
-        *("version", "writing"),
+        *("at_home", "block", "coming", "dirty", "home", "index", "own_uses", "pins", "storage"),
+        *("address", "touching", "version", "writing"),
     )
 
     def __init__(self, index: int, home: Home) -> None:
@@ -85,6 +100,16 @@ class _Stay:
         self.dirty = False
         self.version = 0
         self.pins = 0
+        self.touching = 0
+        self.at_home = 0
+        self.address = 0
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether others than the parameter refer to the buffer, or it was moved to shared memory."""
+        storage = self.storage
+        assert storage is not None
+        return use_count(storage) > self.own_uses or storage.data_ptr() != self.address
 
 
 class _Calls(threading.local):
@@ -131,6 +156,7 @@ class WeightStreamer:
         self._total_bytes = 0
         self._coming_bytes = 0
         self._failure: BaseException | None = None
+        self._left: list[str] = []  # names of weights that have left their homes
         self.waited_ns = 0
         self.demands = 0
         self.forced = 0
@@ -160,7 +186,10 @@ class WeightStreamer:
             if home.keeper is not None:
                 raise ConfigError(f"weight {home.name} is streamed by another open session")
         known = (stay.home for stay in self._stays)
-        sizes = sorted((home.nbytes, home.name) for home in (*known, *homes))
+        self._check_sizes([(home.nbytes, home.name) for home in (*known, *homes)])
+
+    def _check_sizes(self, sizes: list[tuple[int, str]]) -> None:
+        sizes = sorted(sizes)
         least = sum(nbytes for nbytes, _ in sizes[-2:])
         limit = self._account.limit_bytes
         if least <= limit:
@@ -180,6 +209,10 @@ class WeightStreamer:
     def enter(self, module: Module, args: tuple[Any, ...]) -> None:
         """Bring the weights of a module that is called now."""
         calls = self._calls.stack
+        if calls and calls[0][0] is module:  # an interrupt has kept the last call from ending
+            self.leave(module)
+            while calls:
+                self.leave(calls[-1][0])
         if not calls:
             with self._wake:
                 self._order.begin(None if torch.is_grad_enabled() else id(module))
@@ -191,6 +224,11 @@ class WeightStreamer:
             else:
                 self._acquire(stay)
             pinned.append(stay)
+        if "_orig_mod" in module._modules:
+            for stay in pinned:
+                parameter = stay.home.parameter
+                if parameter is not None:
+                    parameter.__class__ = Parameter
 
     def leave(self, module: Module) -> None:
         """Let go of what ``enter`` has brought."""
@@ -227,14 +265,21 @@ class WeightStreamer:
         return args[0].numel() * row_bytes * ROWS_SHARE < stay.home.nbytes
 
     def _pin_at_home(self, stay: _Stay) -> None:
+        """Pin a weight where it is, if it is not being read."""
+        if stay.coming is not None:
+            self._acquire(stay)
+            return
         with self._wake:
             stay.pins += 1
-            parameter = stay.home.parameter
-            if parameter is None:
-                return
             if stay.storage is None:
+                stay.at_home += 1
                 stay.home.random()
-            parameter.__class__ = Parameter
+            self._show_busy(stay)
+
+    def _show_busy(self, stay: _Stay) -> None:
+        parameter = stay.home.parameter
+        if parameter is not None and type(parameter) is RestingParameter:
+            cast(Any, parameter).__class__ = BusyParameter
 
     # -- for the hooks of autograd ----------------------------------------------------------------
 
@@ -257,12 +302,18 @@ class WeightStreamer:
             return None
         return WeightReference(tensor, stay.home, self, is_cast=True)
 
-    def bring(self, home: Home) -> torch.UntypedStorage:
+    def bring(self, home: Home, parameter: Parameter) -> torch.UntypedStorage:
         """Return the memory of a weight; it stays as long as anybody refers to it."""
+        if home.keeper is not self or (home.parameter is None and home_of(parameter) is None):
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # the session is closed, or it has left its home
+                return Tensor.untyped_storage(parameter)
         stay = self._by_home[home]
         self._acquire(stay)
         storage = stay.storage
-        assert storage is not None
+        if storage is None:
+            storage = home.resting.untyped_storage()
         self._release(stay)
         return storage
 
@@ -282,8 +333,8 @@ class WeightStreamer:
     def let_go(self, home: Home, *, changed: bool) -> None:
         """End a ``hold``."""
         stay = self._by_home[home]
-        with self._wake:
-            stay.dirty |= changed
+        if changed:
+            self.lent(home)
         self._release(stay)
         with self._wake:
             begin = self._should_leave(stay)
@@ -292,29 +343,115 @@ class WeightStreamer:
 
     # -- for resting weights ----------------------------------------------------------------------
 
-    def touched(self, home: Home) -> None:
-        """Let no transfer of a weight be in flight, and bring it with the running module from now on."""
+    def begin_touch(self, home: Home) -> None:
+        """Let a weight stay where it is, no transfer of it be in flight, and note who works with it."""
         stay = self._by_home[home]
-        self._wait_for_write(stay)
-        with self._wake:
-            coming = stay.coming
-        if coming is not None:  # what it reads may be changed now
-            self._acquire(stay)
-            self._release(stay)
+        while True:
+            if stay.coming is not None:  # what it reads may be changed now
+                self._finish_read(stay)
+            with self._wake:
+                self._wake.wait_for(lambda: stay.writing is None)
+                if stay.coming is None:
+                    self._begin_use(stay)
+                    break
         if self._calls.stack:
             module, _ = self._calls.stack[-1]
             users = self._users.setdefault(module, [])
             if stay not in users and not isinstance(module, Embedding):
                 users.append(stay)
 
-    def may_differ(self, home: Home) -> None:
-        """Note that a weight may have been changed where it is."""
+    def _begin_use(self, stay: _Stay) -> None:
+        if stay.storage is None:
+            stay.at_home += 1
+        else:
+            stay.touching += 1
+
+    def end_touch(self, home: Home, *, changed: bool) -> None:
+        """End a touch."""
         stay = self._by_home[home]
         with self._wake:
-            if stay.storage is None:
-                home.ticket.checksum = None
+            if stay.at_home:
+                stay.at_home -= 1
             else:
-                stay.dirty = True
+                stay.touching -= 1
+            if changed:
+                self._changed(stay)
+            self._wake.notify_all()
+        parameter = home.parameter
+        storage = home.resting.untyped_storage() if stay.storage is None else stay.storage
+        if parameter is not None and not shares_storage(parameter, storage):
+            self._leave_home(stay)  # set_() has given it other memory
+
+    def lent(self, home: Home) -> None:
+        """Note that a weight may be changed where it is."""
+        with self._wake:
+            self._changed(self._by_home[home])
+
+    def _changed(self, stay: _Stay) -> None:
+        if stay.storage is None:
+            stay.home.ticket.checksum = None
+        else:
+            stay.dirty = True
+
+    def replaced(self, home: Home, data: Tensor) -> None:
+        """Take other values of a weight, of any shape and type; if it cannot rest, it leaves its home."""
+        stay = self._by_home[home]
+        old = home.resting
+        is_dense_here = data.device == old.device and is_dense(data)
+        is_same = (data.dtype, data.size(), data.stride()) == (old.dtype, old.size(), old.stride())
+        home.begin_touch()
+        try:
+            if is_dense_here and not is_same:
+                self._move(stay, data)
+            elif is_dense_here:
+                home.take(data)
+        finally:
+            home.end_touch(changed=True)
+        if not is_dense_here:
+            parameter = home.parameter
+            self._leave_home(stay)
+            with torch._C.DisableTorchFunctionSubclass():
+                Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
+
+    def _move(self, stay: _Stay, data: Tensor) -> None:
+        """Let a weight have another shape or type from now on."""
+        home = stay.home
+        others = [
+            each.home
+            for each in self._stays
+            if each is not stay and each.home.parameter is not None
+        ]
+        self._check_sizes(
+            [(each.nbytes, each.name) for each in others] + [(data.nbytes, home.name)]
+        )
+        before = home.nbytes
+        with self._wake:
+            resting = home.resting.untyped_storage()
+            kind = type(home.parameter)
+            home.move(data)
+            if stay.storage is not None:
+                self._by_storage.pop(stay.storage._cdata, None)
+                stay.storage = None
+                stay.at_home, stay.touching = stay.pins + stay.touching, 0
+            self._by_storage.pop(resting._cdata, None)
+            self._by_storage[home.resting.untyped_storage()._cdata] = stay
+            self._total_bytes += home.nbytes - before
+            if stay.pins:
+                home.parameter.__class__ = kind
+
+    def _leave_home(self, stay: _Stay) -> None:
+        """Leave a weight to memory, where it is, and to those who have given it that memory."""
+        with self._wake:
+            name = stay.home.name
+            if stay.storage is not None:
+                self._by_storage.pop(stay.storage._cdata, None)
+                stay.storage = None
+                stay.at_home, stay.touching = stay.pins + stay.touching, 0
+            self._by_storage.pop(stay.home.resting.untyped_storage()._cdata, None)
+            stay.home.generation += 1
+            stay.home.leave()
+            self._left.append(name)
+            self._total_bytes -= stay.home.nbytes
 
     # -- for the session --------------------------------------------------------------------------
 
@@ -343,6 +480,11 @@ class WeightStreamer:
                 f"; {len(touches)} of them were used outside of the modules that own them, the most"
                 f" {name}, {times} times"
             )
+        if self._left:
+            text += (
+                f"; {len(self._left)} of them stay in memory, as the program has given them that,"
+                f" the first {self._left[0]}"
+            )
         if self.forced:
             text += f"; their limit was exceeded {self.forced} times, as all in memory was in use"
         return text
@@ -368,21 +510,21 @@ class WeightStreamer:
         Raises:
             TransferError: Some could not be written; they are ordinary parameters in memory now.
         """
+        self._failure = None
         for stay in self._stays:
             with suppress(PenstockError):  # a read that nobody waits for any more
                 self._finish_read(stay)
             self._wait_for_write(stay)
             with self._wake:
-                self._failure = None
-                stay.pins = 0
-                if stay.storage is not None and self._is_changed(stay):
+                stay.pins = stay.touching = stay.at_home = 0
+                if stay.storage is not None and not stay.is_lent and self._is_changed(stay):
                     self._write(stay)
         for stay in self._stays:
             self._wait_for_write(stay)
             with self._wake:
                 stay.home.keeper = None
-                if stay.storage is not None and self._is_changed(stay):
-                    self._leave_in_memory(stay)
+                if stay.storage is not None and (stay.is_lent or self._is_changed(stay)):
+                    stay.home.leave()  # not written, or seen by those who refer to it
                 elif stay.storage is not None:
                     self._send_home(stay)
                 else:
@@ -395,13 +537,6 @@ class WeightStreamer:
         if failure is not None:
             raise failure
 
-    def _leave_in_memory(self, stay: _Stay) -> None:
-        """Make a weight that cannot be written an ordinary parameter. Under the lock."""
-        parameter = stay.home.parameter
-        if parameter is not None:
-            parameter.__class__ = Parameter
-            move_out(parameter)
-
     # -- bringing ---------------------------------------------------------------------------------
 
     def _acquire(self, stay: _Stay) -> None:
@@ -412,6 +547,8 @@ class WeightStreamer:
         try:
             self._bring(stay)
         except BaseException:
+            with self._wake:
+                stay.at_home += stay.storage is None  # which ``_release`` takes away
             self._release(stay)
             raise
         self._pump()
@@ -419,6 +556,9 @@ class WeightStreamer:
     def _release(self, stay: _Stay) -> None:
         with self._wake:
             stay.pins -= 1
+            if stay.storage is None:
+                stay.at_home -= 1
+                stay.home.check_version()
             parameter = stay.home.parameter
             if not stay.pins and parameter is not None:
                 parameter.__class__ = RestingParameter
@@ -428,9 +568,11 @@ class WeightStreamer:
         while True:
             with self._wake:
                 if stay.storage is not None:
-                    parameter = stay.home.parameter
-                    if parameter is not None:
-                        parameter.__class__ = Parameter
+                    self._show_busy(stay)
+                    return
+                if stay.coming is None and (stay.at_home or stay.home.is_lent):
+                    stay.at_home += 1
+                    self._show_busy(stay)
                     return
                 if stay.coming is None and not self._begin_read(stay, Priority.DEMAND):
                     self._make_room(stay)
@@ -456,8 +598,11 @@ class WeightStreamer:
     def _begin_read(self, stay: _Stay, priority: Priority, *, force: bool = False) -> bool:
         """Begin to read a weight if there is memory for it. Under the lock."""
         home = stay.home
+        home.check_version()
         nbytes = home.ticket.window.nbytes
         block = self._memory.allocate(nbytes, force=force, wait=False)
+        if block is None and force:  # beyond what the pool has of addresses, too
+            block = lone_block(nbytes, owner=WEIGHTS)
         if block is None:
             return False
         try:
@@ -486,15 +631,19 @@ class WeightStreamer:
         if coming.error is not None:
             block.free()
             return coming.error.with_traceback(None)
-        storage = torch.from_numpy(block.lend(0, block.nbytes)).untyped_storage()
-        stay.storage = storage
-        stay.dirty = False
         parameter = stay.home.parameter
+        if parameter is None or stay.home.is_lent or not stay.home.is_as_read:
+            block.free()  # it may have been changed at home meanwhile
+            return None
+        storage = torch.from_numpy(block.lend(0, stay.home.nbytes)).untyped_storage()
+        stay.storage = storage
+        stay.address = storage.data_ptr()
+        stay.dirty = False
         if parameter is not None:
-            kind = Parameter if stay.pins else RestingParameter
+            kind = BusyParameter if stay.pins else RestingParameter
             show(parameter, view_like(storage, stay.home.resting), kind)
             stay.version = parameter._version
-        stay.own_uses = _use_count(storage._cdata)
+        stay.own_uses = use_count(storage)
         self._by_storage[storage._cdata] = stay
         return None
 
@@ -519,17 +668,30 @@ class WeightStreamer:
         return False
 
     def _pump(self) -> None:
-        """Begin the reads of what is needed next, as far as there is room."""
+        """Begin the reads of what is needed next, as far as there is room.
+
+        Weights leave only for the next few: if they left for all that comes, none would stay until its
+        next use where forward follows forward.
+        """
+        while self._begin_reads():
+            pass
+
+    def _begin_reads(self) -> bool:
+        """Do so; return True if something has left memory, which is free only when the lock is."""
         with self._wake:
+            before, ahead = 0, min(AHEAD_BYTES, self._account.limit_bytes // AHEAD_SHARE)
             for distance, index in enumerate(self._order.upcoming()):
                 stay = self._stays[index]
-                if stay.storage is not None or stay.coming is not None:
+                before, near = before + stay.home.nbytes, before <= ahead
+                if stay.storage is not None or stay.coming is not None or stay.at_home:
+                    continue
+                if stay.home.parameter is None or stay.home.is_lent:
                     continue
                 if self._coming_bytes and self._coming_bytes + stay.home.nbytes > AHEAD_BYTES:
-                    return
-                while not self._begin_read(stay, Priority.PREFETCH):
-                    if not self._free(stay.home.nbytes, later_than=distance):
-                        return
+                    return False
+                if not self._begin_read(stay, Priority.PREFETCH):
+                    return near and self._free(stay.home.nbytes, later_than=distance)
+        return False
 
     # -- going home -------------------------------------------------------------------------------
 
@@ -545,13 +707,14 @@ class WeightStreamer:
         idle = (
             (self._order.next_use(stay.index), stay)
             for stay in self._stays
-            if stay.storage is not None and not stay.pins and stay.writing is None
+            if stay.storage is not None
+            and not (stay.pins or stay.touching)
+            and stay.writing is None
         )
         for next_use, stay in sorted(idle, key=lambda each: -each[0]):
             if next_use <= later_than:
                 return False
-            assert stay.storage is not None
-            if _use_count(stay.storage._cdata) > stay.own_uses:
+            if stay.is_lent:
                 continue
             if not self._is_changed(stay):
                 self._send_home(stay)
@@ -574,7 +737,9 @@ class WeightStreamer:
 
     def _should_leave(self, stay: _Stay) -> bool:
         """Return whether a weight cannot stay until its next use. Under the lock."""
-        if stay.pins or stay.storage is None or stay.writing is not None or not stay.dirty:
+        if stay.storage is None or stay.writing is not None or not stay.dirty:
+            return False
+        if stay.pins or stay.touching or stay.is_lent:
             return False
         limit, needed = self._account.limit_bytes, stay.home.nbytes
         if self._total_bytes <= limit:
@@ -612,7 +777,5 @@ class WeightStreamer:
             self._wake.notify_all()
 
     def _wait_for_write(self, stay: _Stay) -> None:
-        writing = stay.writing
-        if writing is not None:
-            with suppress(Exception):  # the weight is in memory, and counts as changed
-                writing.wait()
+        with self._wake:  # if it fails, the weight is in memory, and counts as changed
+            self._wake.wait_for(lambda: stay.writing is None)

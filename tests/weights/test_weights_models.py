@@ -1,0 +1,446 @@
+"""Training with weights on flash is training without: for many models, and ways to train."""
+
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from weights_rig import (
+    WEIGHT_BYTES,
+    WIDTH,
+    Chain,
+    assert_same,
+    bits,
+    built,
+    compared,
+    inputs,
+    on_flash,
+    scripted,
+    sgd,
+    state_of,
+    trained,
+)
+
+LIMIT = 3 * WEIGHT_BYTES
+WORDS = 256
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 32)
+        self.body = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.head = nn.Linear(32, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words):
+        return self.head(self.body(self.embedding(words)))
+
+
+class Attending(nn.Module):
+    """Attention whose function uses the weights of another module."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.ModuleList(
+            nn.MultiheadAttention(32, 4, batch_first=True) for _ in range(4)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(4))
+
+    def forward(self, x):
+        x = x.view(2, 4, 32)
+        for attention, norm in zip(self.attention, self.norms, strict=True):
+            x = x + attention(norm(x), x, x, need_weights=False)[0]
+        return x
+
+
+class Convolving(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, padding=1, groups=2),
+            nn.ConvTranspose2d(32, 8, 3),
+        )
+
+    def forward(self, x):
+        return self.body(x.view(-1, 1, 8, 8))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer beside which a small one learns."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.inner(x) + self.up(self.down(x))
+
+
+class LowRank(nn.Module):
+    def __init__(self, depth=6):
+        super().__init__()
+        chain = Chain(depth)
+        self.layers = nn.ModuleList(Adapted(layer) for layer in chain.layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList(Chain(2) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        if self.reentrant:
+            x = x.clone().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Repeating(nn.Module):
+    """A module that is called twice in a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain = Chain(3)
+
+    def forward(self, x):
+        return self.chain(self.chain(x))
+
+
+class Borrowing(nn.Module):
+    """Uses the weights of its modules without a call of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain = Chain(5)
+
+    def forward(self, x):
+        for layer in self.chain.layers:
+            x = F.gelu(F.linear(x, layer.weight))
+        return x @ self.chain.layers[0].weight.t()
+
+
+class Clamping(nn.Module):
+    """Changes its weights in its forward, in ways that count no version."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain = Chain(5)
+
+        class Layer(nn.Linear):
+            def forward(self, x):
+                self.weight.data.clamp_(-0.1, 0.1)
+                return super().forward(x)
+
+        for layer in self.chain.layers:
+            layer.__class__ = Layer
+
+    def forward(self, x):
+        return self.chain(x)
+
+
+class Binary(nn.Module):
+    """Takes other weights in each forward, by ``weight.data = x``."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain = Chain(5)
+
+        class Layer(nn.Linear):
+            def forward(self, x):
+                self.weight.data = self.weight.data.round(decimals=2)
+                return super().forward(x)
+
+        for layer in self.chain.layers:
+            layer.__class__ = Layer
+
+    def forward(self, x):
+        return self.chain(x)
+
+
+def words(steps):
+    random = torch.Generator().manual_seed(1)
+    return [torch.randint(0, WORDS, (1, 8), generator=random) for _ in range(steps)]
+
+
+def next_word_loss(model, x):
+    return F.cross_entropy(model(x).view(-1, WORDS), x.view(-1))
+
+
+def learn(model, data=None, make=sgd, **options):
+    return trained(model, make(model), inputs(4) if data is None else data, **options)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def with_autocast(model):
+    def loss(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    return learn(model, loss=loss)
+
+
+def with_compiled_blocks(model):
+    blocks = [torch.compile(block, backend="aot_eager") for block in model.children()]
+
+    def loss(model, x):
+        for block in blocks:
+            x = block(x)
+        return x.square().mean()
+
+    return learn(model, loss=loss)
+
+
+def with_accumulation(model):
+    optimizer, seen = sgd(model), []
+    for x in inputs(3):
+        for part in x.chunk(2):
+            loss = model(part).square().mean() / 2
+            loss.backward()
+            seen.append(bits(loss))
+        seen += [bits(nn.utils.clip_grad_norm_(model.parameters(), 0.01)), state_of(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def with_two_losses(model):
+    def loss(model, x):
+        y = model(x)
+        first = y.square().mean()
+        first.backward(retain_graph=True)
+        return y.abs().mean()
+
+    return learn(model, loss=loss)
+
+
+def with_double_backward(model):
+    def loss(model, x):
+        x = x.clone().requires_grad_()
+        y = model(x).square().mean()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        return y + slope.square().sum()
+
+    return learn(model, loss=loss)
+
+
+def with_evaluation(model):
+    """Passes without gradients between the steps, between forward and backward, and in eval mode."""
+    seen = []
+
+    def loss(model, x):
+        value = model(x).square().mean()
+        model.eval()
+        with torch.no_grad():
+            seen.append(bits(model(2 * x)))
+        model.train()
+        with torch.inference_mode():
+            seen.append(bits(model(3 * x).clone()))
+        return value
+
+    return [learn(model, loss=loss), seen]
+
+
+def with_failures(model):
+    """Forwards that raise in the middle, or that the user interrupts."""
+    optimizer, seen = sgd(model), []
+    layer = [module for module in model.modules() if isinstance(module, nn.Linear)][2]
+    for index, x in enumerate(inputs(4)):
+        kind = (ValueError, KeyboardInterrupt)[index % 2]
+
+        def fail(*_, kind=kind):
+            raise kind
+
+        handle = layer.register_forward_hook(fail)
+        with suppress(kind):
+            model(x)
+        handle.remove()
+        seen.append(trained(model, optimizer, [x]))
+    return seen
+
+
+def with_grad_of_part(model):
+    optimizer, seen = sgd(model), []
+    for x in inputs(3):
+        parameters = list(model.parameters())
+        grads = torch.autograd.grad(model(x).square().mean(), parameters)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        seen.append([bits(grad) for grad in grads])
+        optimizer.step()
+    return [seen, state_of(model)]
+
+
+def with_lbfgs(model):
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    seen = []
+    for x in inputs(2):
+
+        def closure(x=x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        seen.append(bits(optimizer.step(closure)))
+    return [seen, state_of(model)]
+
+
+CASES = {
+    "chain": (Chain, learn),
+    "chain, AdamW": (Chain, lambda m: learn(m, make=adamw)),
+    "tied": (Tied, lambda m: learn(m, words(4), loss=next_word_loss)),
+    "attention": (Attending, learn),
+    "convolutions": (Convolving, learn),
+    "low rank": (LowRank, learn),
+    "checkpointed": (lambda: Checkpointed(reentrant=False), learn),
+    "checkpointed, reentrant": (lambda: Checkpointed(reentrant=True), learn),
+    "called twice": (Repeating, learn),
+    "borrowed weights": (Borrowing, learn),
+    "clamped in forward": (Clamping, learn),
+    "replaced in forward": (Binary, learn),
+    "autocast": (Chain, with_autocast),
+    "compiled blocks": (lambda: nn.Sequential(Chain(2), Chain(2), Chain(2)), with_compiled_blocks),
+    "accumulation and clipping": (Chain, with_accumulation),
+    "two losses": (Chain, with_two_losses),
+    "double backward": (lambda: nn.Sequential(Chain(3), nn.Tanh(), Chain(3)), with_double_backward),
+    "evaluation in the middle": (Chain, with_evaluation),
+    "failed forwards": (Chain, with_failures),
+    "autograd.grad": (Chain, with_grad_of_part),
+    "LBFGS": (Chain, with_lbfgs),
+}
+NOT_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+
+
+@pytest.mark.filterwarnings(NOT_LEAF)
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_as_without(name, disk_path):
+    make, learn_it = CASES[name]
+    limit = {"tied": 80_000, "convolutions": 80_000, "attention": 40_000}.get(name, LIMIT)
+    engine, session, _ = compared(make, learn_it, disk_path, limit=limit)
+    assert engine.read_bytes > session._weights.total_bytes, "the weights were never away"
+
+
+def test_a_frozen_base_is_read_twice_a_step_and_never_written(disk_path):
+    def learn_part(model):
+        return trained(
+            model,
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1),
+            inputs(1),
+        )
+
+    expected = [learn_part(m) for m in [built(LowRank)] for _ in range(4)]
+    with scripted() as engine:
+        model = built(LowRank)
+        with on_flash(model, disk_path, limit=2 * WEIGHT_BYTES) as session:
+            found = [learn_part(model)]
+            read, written = engine.read_bytes, engine.written_bytes
+            found += [learn_part(model) for _ in range(3)]
+            total = session._weights.total_bytes
+            assert engine.written_bytes == written
+            assert 3 * 2 * (total - 2 * WEIGHT_BYTES) <= engine.read_bytes - read <= 3 * 2 * total
+            assert not session._weights.touches
+    assert_same(found, expected)
+
+
+def test_each_token_reads_what_does_not_fit(disk_path):
+    depth, tokens = 10, 8
+    limit = 6 * WEIGHT_BYTES
+
+    @torch.no_grad()
+    def generate(model, count=tokens):
+        x = inputs(1)[0]
+        for _ in range(count):
+            x = model(x)
+        return bits(x)
+
+    expected = generate(built(lambda: Chain(depth)))
+    with scripted() as engine:
+        model = built(lambda: Chain(depth))
+        with on_flash(model, disk_path, limit=limit) as session:
+            assert_same(generate(model), expected)
+            generate(model, 3)
+            read = engine.read_bytes
+            generate(model)
+            per_token = (engine.read_bytes - read) / tokens
+            missing = session._weights.total_bytes - limit
+            assert missing <= per_token <= missing + 2 * WEIGHT_BYTES
+            assert session._weights.forced == 0
+
+
+def test_threads_run_two_modules(disk_path):
+    def losses(model, seed):
+        return [bits(model(x)) for x in inputs(8, seed=seed)]
+
+    with torch.no_grad():
+        expected = [losses(built(Chain, seed), seed) for seed in (1, 2)]
+    with scripted() as engine:
+        models = [built(Chain, seed) for seed in (1, 2)]
+        both = nn.ModuleList(models)
+        found = [None, None]
+
+        def work(index):
+            with torch.no_grad():
+                found[index] = losses(models[index], index + 1)
+
+        with on_flash(both, disk_path, limit=LIMIT):
+            threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert engine.read_bytes > 0
+    assert_same(found, expected)
+
+
+def test_backward_after_the_session_is_closed(disk_path):
+    def learn_late(model, around):
+        with around:
+            loss = model(inputs(1)[0]).square().mean()
+        loss.backward()
+        return state_of(model)
+
+    expected = built(Chain)
+    loss = expected(inputs(1)[0]).square().mean()
+    loss.backward()
+    with scripted():
+        model = built(Chain)
+        found = learn_late(model, on_flash(model, disk_path, limit=LIMIT))
+    assert_same(found, state_of(expected))
+
+
+def test_another_session_finds_the_weights_at_home(disk_path):
+    data = inputs(4)
+    plain = built(Chain)
+    expected = trained(plain, sgd(plain), data)
+    with scripted():
+        model = built(Chain)
+        optimizer = sgd(model)
+        with on_flash(model, disk_path, limit=LIMIT):
+            found = trained(model, optimizer, data[:2])[:-1]
+        found += trained(model, optimizer, data[2:3])[:-1]  # at rest, without a session
+        with on_flash(model, disk_path, limit=LIMIT):
+            found += trained(model, optimizer, data[3:])
+    assert_same(found, expected)
