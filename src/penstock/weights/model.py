@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -13,7 +13,13 @@ from penstock.homed import home_of
 from penstock.weights.homes import Home, WeightFiles, is_dense
 
 
-def rest_weights(model: Module, files: WeightFiles, *, floor_bytes: int) -> list[Home]:
+def rest_weights(
+    model: Module,
+    check: Callable[[list[tuple[int, str]]], None],
+    *,
+    files: WeightFiles,
+    floor_bytes: int,
+) -> list[Home]:
     """Let the large weights of a model rest in files, and return their homes.
 
     Weights that already have a home, as of a model that was built on flash, keep it. Weights below
@@ -21,6 +27,7 @@ def rest_weights(model: Module, files: WeightFiles, *, floor_bytes: int) -> list
 
     Args:
         model: Its parameters are on the CPU.
+        check: Called with length and name of each, before any is moved.
         files: Where the homes are made.
         floor_bytes: Least size of a weight that rests.
 
@@ -30,12 +37,14 @@ def rest_weights(model: Module, files: WeightFiles, *, floor_bytes: int) -> list
         TransferError: A weight could not be written; it and those after it are still in memory.
     """
     found = list(_large(model, floor_bytes))
+    check([(parameter.nbytes, name) for name, parameter in found])
     homes = {name: home_of(parameter) for name, parameter in found}
     new = [(name, parameter) for name, parameter in found if homes[name] is None]
     moved = {home.name: home for home in files.move_in(new)}
     ordered = [moved.get(name) or cast(Home, homes[name]) for name, _ in found]
     for (name, _), home in zip(found, ordered, strict=True):
-        home.rename(name)
+        if home.keeper is None:
+            home.rename(name)
     return ordered
 
 

@@ -32,6 +32,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -130,7 +131,7 @@ class WeightStreamer:
 
     def __init__(
         self,
-        rest: Callable[[Module], Sequence[Home]],
+        rest: Callable[[Module, Callable[[list[tuple[int, str]]], None]], Sequence[Home]],
         *,
         account: Account,
         clock_ns: Callable[[], int],
@@ -138,7 +139,8 @@ class WeightStreamer:
         """Take charge of nothing yet; see ``add``.
 
         Args:
-            rest: Returns the homes of a model's weights, which rest there from then on.
+            rest: Returns the homes of a model's weights, which rest there from then on; before that it
+                calls its second argument with their lengths and names, which raises if they are too long.
             account: Account of the weights in memory, whose limit the streamer keeps.
             clock_ns: Returns the time.
         """
@@ -151,6 +153,7 @@ class WeightStreamer:
         self._order = UseOrder()
         self._wake = condition()
         self._calls = _Calls()
+        self._own: WeakKeyDictionary[Module, tuple[int, ...]] = WeakKeyDictionary()  # by identity
         self._users: dict[Module, list[_Stay]] = {}  # weights that a module touches beside its own
         self._clock_ns = clock_ns
         self._total_bytes = 0
@@ -169,8 +172,11 @@ class WeightStreamer:
             NoSpaceError: The directories have no room for them; nothing was moved.
             BudgetError: The largest weight and another one do not fit.
         """
-        homes = [home for home in self._rest(model) if home not in self._by_home]
-        self._check_limit(homes)
+        homes = self._rest(model, self._check_sizes)
+        homes = [home for home in homes if home not in self._by_home]
+        for home in homes:
+            if home.keeper is not None:
+                raise ConfigError(f"weight {home.name} is streamed by another open session")
         with self._wake:
             for home in homes:
                 stay = _Stay(len(self._stays), home)
@@ -180,13 +186,6 @@ class WeightStreamer:
                 self._total_bytes += home.nbytes
                 home.keeper = self
             self._order.add(len(homes))
-
-    def _check_limit(self, homes: Sequence[Home]) -> None:
-        for home in homes:
-            if home.keeper is not None:
-                raise ConfigError(f"weight {home.name} is streamed by another open session")
-        known = (stay.home for stay in self._stays)
-        self._check_sizes([(home.nbytes, home.name) for home in (*known, *homes)])
 
     def _check_sizes(self, sizes: list[tuple[int, str]]) -> None:
         sizes = sorted(sizes)
@@ -218,6 +217,9 @@ class WeightStreamer:
                 self._order.begin(None if torch.is_grad_enabled() else id(module))
         pinned: list[_Stay] = []
         calls.append((module, pinned))
+        own = tuple(map(id, module._parameters.values()))
+        if own and self._own.get(module) != own:
+            self._take_new(module, own)
         for stay in self._weights_of(module):
             if isinstance(module, Embedding) and self._reads_rows(module, stay, args):
                 self._pin_at_home(stay)
@@ -229,6 +231,13 @@ class WeightStreamer:
                 parameter = stay.home.parameter
                 if parameter is not None:
                     parameter.__class__ = Parameter
+
+    def _take_new(self, module: Module, own: tuple[int, ...]) -> None:
+        """Let weights rest that a module got since ``add``, as by ``load_state_dict(assign=True)``."""
+        self._own[module] = own
+        parameters = [each for each in module._parameters.values() if each is not None]
+        if any(self._stay_of(each) is None for each in parameters):
+            self.add(module)
 
     def leave(self, module: Module) -> None:
         """Let go of what ``enter`` has brought."""

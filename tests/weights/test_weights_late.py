@@ -1,0 +1,49 @@
+"""Weights that a model gets while its weights rest on flash."""
+
+import torch
+from torch import nn
+from weights_rig import (
+    WEIGHT_BYTES,
+    Chain,
+    assert_same,
+    built,
+    homes_of,
+    inputs,
+    on_flash,
+    sgd,
+    trained,
+)
+
+from penstock.weights.resting import RestingParameter
+
+LIMIT = 3 * WEIGHT_BYTES
+
+
+def test_weights_that_are_assigned_rest_when_they_are_used(disk_path):
+    plain, model = built(Chain), built(Chain)
+    plain.load_state_dict(built(Chain, seed=1).state_dict(), assign=True)
+    expected = trained(plain, sgd(plain), inputs(3))
+    with on_flash(model, disk_path, limit=LIMIT) as session:
+        model.load_state_dict(built(Chain, seed=1).state_dict(), assign=True)
+        found = trained(model, sgd(model), inputs(3))
+        large = [each for each in model.parameters() if each.nbytes >= WEIGHT_BYTES]
+        assert large
+        assert all(type(each) is RestingParameter for each in large)
+        assert len(homes_of(session)) >= len(large)
+    assert_same(found, expected)
+
+
+def test_a_module_that_is_added_later_rests_when_it_is_called(disk_path):
+    def lengthened(model):
+        torch.manual_seed(7)
+        width = model(inputs(1)[0]).shape[-1]
+        return nn.Sequential(model, nn.Linear(width, width, bias=False))
+
+    plain, model = built(Chain), built(Chain)
+    longer = lengthened(plain)
+    expected = trained(longer, sgd(longer), inputs(3))
+    with on_flash(model, disk_path, limit=LIMIT):
+        longer = lengthened(model)
+        found = trained(longer, sgd(longer), inputs(3))
+        assert type(longer[1].weight) is RestingParameter
+    assert_same(found, expected)
