@@ -6,6 +6,8 @@
     the memory that there is for weights, so that others can be read ahead: a tile that needs more waits
     while others are worked on, and backward waits for tiles that end holds. One tile is always
     worked on, whatever it needs, so that nothing waits for ever.
+
+    A weight gets its home, and loses it, only while no tile is worked on: ``pause``.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from penstock.core.locks import condition
-from penstock.homed import HomedWeight, home_of
+from penstock.homed import HomedWeight, add_holder, home_of
 from penstock.optim.params import Param, Tile
 
 
@@ -60,6 +62,8 @@ class WeightHolds:
         self._counts: dict[int, int] = {}  # by parameter: tiles that have a part of it
         self._counted = 0
         self._at_work = 0
+        self._paused = 0  # times that ``pause`` was called without ``resume``
+        add_holder(self)
 
     def __enter__(self) -> WeightHolds:
         """Begin a pass."""
@@ -94,17 +98,10 @@ class WeightHolds:
             TransferError: A weight cannot be read.
             ChecksumError: It is not what was written.
         """
-        homes = {
-            index: home
-            for index in dict.fromkeys(piece.param for piece in tile.pieces)
-            if index in wanted and (home := home_of(self._params[index].tensor)) is not None
-        }
-        if not homes:
-            yield
-            return
+        indices = [i for i in dict.fromkeys(p.param for p in tile.pieces) if i in wanted]
         with self._wake:
-            self._wake.wait_for(lambda: self._has_room(homes))
-            holds = {index: self._hold_of(index, home) for index, home in homes.items()}
+            self._wake.wait_for(lambda: self._may_begin(indices))
+            holds = {i: self._hold_of(i, home) for i, home in self._homes_of(indices).items()}
             for hold in holds.values():
                 hold.users += 1
             self._at_work += 1
@@ -131,6 +128,19 @@ class WeightHolds:
             ended = self._ended(idle)
         self._let_go(ended)
 
+    def pause(self) -> None:
+        """See :class:`penstock.homed.WeightHolder`."""
+        with self._wake:
+            self._paused += 1
+            self._wake.wait_for(lambda: not self._at_work)
+        self.interrupt()
+
+    def resume(self) -> None:
+        """See :class:`penstock.homed.WeightHolder`."""
+        with self._wake:
+            self._paused -= 1
+            self._wake.notify_all()
+
     def end(self) -> None:
         """Let go of everything: a pass is over, completed or not, and no tile is worked on."""
         with self._wake:
@@ -148,16 +158,25 @@ class WeightHolds:
             self._counted = len(self._tiles)
             nbytes = self._params[index].tensor.nbytes
             hold = self._holds[index] = _Hold(home, nbytes, self._counts[index])
+        if not hold.is_held:
+            hold.home = home  # it may be another one than before a pause
         return hold
 
-    def _has_room(self, homes: Mapping[int, HomedWeight]) -> bool:
+    def _homes_of(self, indices: Sequence[int]) -> dict[int, HomedWeight]:
+        """Return the homes of weights that have one."""
+        found = ((index, home_of(self._params[index].tensor)) for index in indices)
+        return {index: home for index, home in found if home is not None}
+
+    def _may_begin(self, indices: Sequence[int]) -> bool:
         """Return whether a tile that needs these weights may be worked on. Under the lock."""
-        new = [index for index in homes if index not in self._holds]
-        if not self._at_work or not new:
+        if self._paused or not self._at_work:
+            return not self._paused
+        new = {i: home for i, home in self._homes_of(indices).items() if i not in self._holds}
+        if not new:
             return True
         needed = sum(self._params[index].tensor.nbytes for index in new)
         needed += sum(hold.nbytes for hold in self._holds.values())
-        return not _exceed(homes[new[0]], needed)
+        return not _exceed(next(iter(new.values())), needed)
 
     def _bring(self, hold: _Hold) -> None:
         """Hold a weight, unless that was done. Without the lock: it may wait."""

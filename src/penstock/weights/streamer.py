@@ -36,7 +36,7 @@ from torch.nn import Embedding, Module, Parameter
 from penstock.core.errors import BudgetError, ConfigError, PenstockError, PenstockWarning
 from penstock.core.locks import condition, defer
 from penstock.core.units import MIB, format_bytes
-from penstock.homed import home_of, move_out
+from penstock.homed import home_of, move_out, paused_holders
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.clients import WEIGHTS
 from penstock.runtime.movers import memory_for
@@ -368,6 +368,10 @@ class WeightStreamer:
         Raises:
             TransferError: Some could not be written; they are ordinary parameters in memory now.
         """
+        with paused_holders():
+            self._take_all_home()
+
+    def _take_all_home(self) -> None:
         for stay in self._stays:
             with suppress(PenstockError):  # a read that nobody waits for any more
                 self._finish_read(stay)
