@@ -309,6 +309,25 @@ def test_an_optimizer_that_is_made_in_the_session(small, flash):
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_tile_with_more_weights_than_fit(overlap, small, flash):
+    """It is updated in parts, so that the limit holds."""
+    ours, theirs = little_model(), little_model()
+    settings = {**small, "lr": 1e-2, "tile": 1 << 20, "overlap": overlap, "format": "int8"}
+    a, b = (FlashAdamW(m.parameters(), **settings) for m in (ours, theirs))
+    assert len(a._penstock.tiles) == 1
+    with flash(ours) as streamer:
+        losses = train(ours, a)
+        assert_untouched(ours, streamer)
+        saved = a.state_dict()  # of float32 weights it needs none
+        a.load_state_dict(saved)
+        assert_untouched(ours, streamer)
+    assert losses == train(theirs, b)
+    assert_same(ours, theirs)
+    a.close()
+    b.close()
+
+
 def test_sessions_come_and_go(small, flash):
     ours, theirs = little_model(torch.bfloat16), little_model(torch.bfloat16)
     a, b = (FlashAdamW(m.parameters(), lr=1e-2, **small) for m in (ours, theirs))

@@ -3,9 +3,9 @@
 [Note: when a weight is held]
     From the first of its tiles in a pass to the last, so that it is brought once and written home once.
     With ``overlap`` from the end of its backward, when it is in memory anyway. Holds are to take half of
-    the memory that there is for weights, so that others can be read ahead: a tile that needs more waits
-    while others are worked on, and backward waits for tiles that end holds. One tile is always
-    worked on, whatever it needs, so that nothing waits for ever.
+    the memory that there is for weights, so that others can be read ahead: a tile that needs more is
+    worked on in parts, and waits while others are; backward waits for tiles that end holds. One part is
+    always worked on, whatever it needs, so that nothing waits for ever.
 
     A weight gets its home, and loses it, only while no tile is worked on: ``pause``.
 """
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from penstock.core.locks import condition
 from penstock.homed import HomedWeight, add_holder, home_of
-from penstock.optim.params import Param, Tile
+from penstock.optim.params import Param, ParameterPiece, Tile
 
 
 class _Hold:
@@ -89,6 +90,28 @@ class WeightHolds:
             with self._wake:
                 hold = self._hold_of(index, home)
             self._bring(hold)
+
+    def parts(self, tile: Tile, wanted: Container[int]) -> list[Tile]:
+        """Return a tile in parts of which the weights are not too many to be held together.
+
+        Args:
+            tile: The tile.
+            wanted: Parameters that are needed.
+        """
+        batches: list[list[ParameterPiece]] = [[]]
+        taken = 0
+        for piece in tile.pieces:
+            tensor = self._params[piece.param].tensor
+            home = home_of(tensor) if piece.param in wanted else None
+            if home is not None:
+                if taken and _exceed(home, taken + tensor.nbytes):
+                    batches.append([])
+                    taken = 0
+                taken += tensor.nbytes
+            batches[-1].append(piece)
+        if len(batches) == 1:
+            return [tile]
+        return [replace(tile, pieces=tuple(batch)) for batch in batches]
 
     @contextmanager
     def of_tile(self, tile: Tile, wanted: Container[int]) -> Iterator[None]:

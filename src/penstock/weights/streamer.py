@@ -41,6 +41,7 @@ from penstock.io.engine import Priority, Transfer
 from penstock.observe.clients import WEIGHTS
 from penstock.runtime.movers import memory_for
 from penstock.store.account import Account
+from penstock.store.arena import lone_block
 from penstock.store.pool import Block
 from penstock.weights.homes import Home, show, view_like
 from penstock.weights.order import UseOrder
@@ -462,6 +463,8 @@ class WeightStreamer:
         home = stay.home
         nbytes = home.ticket.window.nbytes
         block = self._memory.allocate(nbytes, force=force, wait=False)
+        if block is None and force:  # there are no addresses left
+            block = lone_block(nbytes, owner=WEIGHTS)
         if block is None:
             return False
         try:
