@@ -7,7 +7,10 @@ a :class:`Reference` to it.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Protocol
 
 from torch import Tensor
@@ -60,3 +63,31 @@ def settle(tensor: Tensor, home: HomedWeight) -> None:
 def move_out(tensor: Tensor) -> None:
     """Note that a parameter has no home any more; memory is its only place."""
     _homes.pop(tensor, None)
+
+
+class WeightHolder(Protocol):
+    """Holder of weights that works with them in threads of its own. Thread-safe."""
+
+    def pause(self) -> None:
+        """Wait until no thread works with a weight, let go of all; let none begin until ``resume``."""
+
+    def resume(self) -> None:
+        """Let the threads go on."""
+
+
+_holders: Final[weakref.WeakSet[WeightHolder]] = weakref.WeakSet()
+
+
+def add_holder(holder: WeightHolder) -> None:
+    """Note a holder for as long as it is alive."""
+    _holders.add(holder)
+
+
+@contextmanager
+def paused_holders() -> Iterator[None]:
+    """Let no thread of an optimizer work with any weight while weights get a home, or lose theirs."""
+    with ExitStack() as resumed:
+        for holder in tuple(_holders):
+            resumed.callback(holder.resume)
+            holder.pause()
+        yield

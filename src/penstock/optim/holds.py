@@ -3,19 +3,22 @@
 [Note: when a weight is held]
     From the first of its tiles in a pass to the last, so that it is brought once and written home once.
     With ``overlap`` from the end of its backward, when it is in memory anyway. Holds are to take half of
-    the memory that there is for weights, so that others can be read ahead: a tile that needs more waits
-    while others are worked on, and backward waits for tiles that end holds. One tile is always
-    worked on, whatever it needs, so that nothing waits for ever.
+    the memory that there is for weights, so that others can be read ahead: a tile that needs more is
+    worked on in parts, and waits while others are; backward waits for tiles that end holds. One part is
+    always worked on, whatever it needs, so that nothing waits for ever.
+
+    A weight gets its home, and loses it, only while no tile is worked on: ``pause``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from penstock.core.locks import condition
-from penstock.homed import HomedWeight, home_of
-from penstock.optim.params import Param, Tile
+from penstock.homed import HomedWeight, add_holder, home_of
+from penstock.optim.params import Param, ParameterPiece, Tile
 
 
 class _Hold:
@@ -60,6 +63,8 @@ class WeightHolds:
         self._counts: dict[int, int] = {}  # by parameter: tiles that have a part of it
         self._counted = 0
         self._at_work = 0
+        self._paused = 0  # times that ``pause`` was called without ``resume``
+        add_holder(self)
 
     def __enter__(self) -> WeightHolds:
         """Begin a pass."""
@@ -86,6 +91,28 @@ class WeightHolds:
                 hold = self._hold_of(index, home)
             self._bring(hold)
 
+    def parts(self, tile: Tile, wanted: Container[int]) -> list[Tile]:
+        """Return a tile in parts of which the weights are not too many to be held together.
+
+        Args:
+            tile: The tile.
+            wanted: Parameters that are needed.
+        """
+        batches: list[list[ParameterPiece]] = [[]]
+        taken = 0
+        for piece in tile.pieces:
+            tensor = self._params[piece.param].tensor
+            home = home_of(tensor) if piece.param in wanted else None
+            if home is not None:
+                if taken and _exceed(home, taken + tensor.nbytes):
+                    batches.append([])
+                    taken = 0
+                taken += tensor.nbytes
+            batches[-1].append(piece)
+        if len(batches) == 1:
+            return [tile]
+        return [replace(tile, pieces=tuple(batch)) for batch in batches]
+
     @contextmanager
     def of_tile(self, tile: Tile, wanted: Container[int]) -> Iterator[None]:
         """Hold the weights in a tile, of which those in ``wanted`` are needed, in a ``with`` block.
@@ -94,17 +121,10 @@ class WeightHolds:
             TransferError: A weight cannot be read.
             ChecksumError: It is not what was written.
         """
-        homes = {
-            index: home
-            for index in dict.fromkeys(piece.param for piece in tile.pieces)
-            if index in wanted and (home := home_of(self._params[index].tensor)) is not None
-        }
-        if not homes:
-            yield
-            return
+        indices = [i for i in dict.fromkeys(p.param for p in tile.pieces) if i in wanted]
         with self._wake:
-            self._wake.wait_for(lambda: self._has_room(homes))
-            holds = {index: self._hold_of(index, home) for index, home in homes.items()}
+            self._wake.wait_for(lambda: self._may_begin(indices))
+            holds = {i: self._hold_of(i, home) for i, home in self._homes_of(indices).items()}
             for hold in holds.values():
                 hold.users += 1
             self._at_work += 1
@@ -131,6 +151,19 @@ class WeightHolds:
             ended = self._ended(idle)
         self._let_go(ended)
 
+    def pause(self) -> None:
+        """See :class:`penstock.homed.WeightHolder`."""
+        with self._wake:
+            self._paused += 1
+            self._wake.wait_for(lambda: not self._at_work)
+        self.interrupt()
+
+    def resume(self) -> None:
+        """See :class:`penstock.homed.WeightHolder`."""
+        with self._wake:
+            self._paused -= 1
+            self._wake.notify_all()
+
     def end(self) -> None:
         """Let go of everything: a pass is over, completed or not, and no tile is worked on."""
         with self._wake:
@@ -148,16 +181,25 @@ class WeightHolds:
             self._counted = len(self._tiles)
             nbytes = self._params[index].tensor.nbytes
             hold = self._holds[index] = _Hold(home, nbytes, self._counts[index])
+        if not hold.is_held:
+            hold.home = home  # it may be another one than before a pause
         return hold
 
-    def _has_room(self, homes: Mapping[int, HomedWeight]) -> bool:
+    def _homes_of(self, indices: Sequence[int]) -> dict[int, HomedWeight]:
+        """Return the homes of weights that have one."""
+        found = ((index, home_of(self._params[index].tensor)) for index in indices)
+        return {index: home for index, home in found if home is not None}
+
+    def _may_begin(self, indices: Sequence[int]) -> bool:
         """Return whether a tile that needs these weights may be worked on. Under the lock."""
-        new = [index for index in homes if index not in self._holds]
-        if not self._at_work or not new:
+        if self._paused or not self._at_work:
+            return not self._paused
+        new = {i: home for i, home in self._homes_of(indices).items() if i not in self._holds}
+        if not new:
             return True
         needed = sum(self._params[index].tensor.nbytes for index in new)
         needed += sum(hold.nbytes for hold in self._holds.values())
-        return not _exceed(homes[new[0]], needed)
+        return not _exceed(next(iter(new.values())), needed)
 
     def _bring(self, hold: _Hold) -> None:
         """Hold a weight, unless that was done. Without the lock: it may wait."""

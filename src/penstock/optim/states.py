@@ -236,18 +236,19 @@ class FlashStates:
     def update(self, tile: Tile, step: UpdatePass) -> None:
         """Update one tile. In any thread."""
         pipeline = self.pipeline
-        with self.holds.of_tile(tile, step.grads):
-            buffer = pipeline.acquire(tile)
-            try:
-                with self._grads_of(tile, step) as grads:
-                    kept, initial = self.groups.kept_in(tile), self.groups.initial_in(tile)
-                    self._updater.update(
-                        tile, buffer, step, grads=grads, kept=kept, initial=initial
-                    )
-            except BaseException:
-                pipeline.drop(buffer)
-                raise
-            pipeline.release(buffer)
+        buffer = pipeline.acquire(tile)
+        try:
+            with self._grads_of(tile, step) as grads:
+                kept, initial = self.groups.kept_in(tile), self.groups.initial_in(tile)
+                for part in self.holds.parts(tile, step.grads):
+                    with self.holds.of_tile(part, step.grads):
+                        self._updater.update(
+                            part, buffer, step, grads=grads, kept=kept, initial=initial
+                        )
+        except BaseException:
+            pipeline.drop(buffer)
+            raise
+        pipeline.release(buffer)
 
     def _grads_of(
         self, tile: Tile, step: UpdatePass

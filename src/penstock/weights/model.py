@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from penstock.core.errors import ConfigError
-from penstock.homed import home_of
+from penstock.homed import home_of, paused_holders
 from penstock.weights.homes import Home, WeightFiles, is_dense
 
 
@@ -40,7 +40,8 @@ def rest_weights(
     check([(parameter.nbytes, name) for name, parameter in found])
     homes = {name: home_of(parameter) for name, parameter in found}
     new = [(name, parameter) for name, parameter in found if homes[name] is None]
-    moved = {home.name: home for home in files.move_in(new)}
+    with paused_holders():
+        moved = {home.name: home for home in files.move_in(new)}
     ordered = [moved.get(name) or cast(Home, homes[name]) for name, _ in found]
     for (name, _), home in zip(found, ordered, strict=True):
         if home.keeper is None:

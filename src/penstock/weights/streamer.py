@@ -41,7 +41,7 @@ from torch.nn import Embedding, Module, Parameter
 from penstock.core.errors import BudgetError, ConfigError, PenstockError, PenstockWarning
 from penstock.core.locks import condition, defer
 from penstock.core.units import MIB, format_bytes
-from penstock.homed import home_of
+from penstock.homed import home_of, paused_holders
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.clients import WEIGHTS
 from penstock.runtime.movers import memory_for
@@ -519,6 +519,10 @@ class WeightStreamer:
         Raises:
             TransferError: Some could not be written; they are ordinary parameters in memory now.
         """
+        with paused_holders():
+            self._take_all_home()
+
+    def _take_all_home(self) -> None:
         self._failure = None
         for stay in self._stays:
             with suppress(PenstockError):  # a read that nobody waits for any more
