@@ -613,7 +613,13 @@ class WeightStreamer:
         home = stay.home
         home.check_version()
         nbytes = home.ticket.window.nbytes
-        block = self._memory.allocate(nbytes, force=force, wait=False)
+        block = self._memory.allocate(nbytes, wait=False)
+        if block is None and self._memory.trim(
+            nbytes
+        ):  # what is idle is in pieces that are too short
+            block = self._memory.allocate(nbytes, wait=False)
+        if block is None and force:
+            block = self._memory.allocate(nbytes, force=True, wait=False)
         if block is None and force:  # beyond what the pool has of addresses, too
             block = lone_block(nbytes, owner=WEIGHTS)
         if block is None:
