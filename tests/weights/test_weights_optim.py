@@ -108,7 +108,7 @@ def assert_same(ours, theirs):
 def assert_untouched(model, streamer, *, in_pieces=False):
     """Every large weight has a home, and nobody has used it there.
 
-    A few pages of memory may be free ``in_pieces`` that are too short for a weight, if threads share them.
+    If threads share a few pages, what is free may be ``in_pieces`` that are too short for a weight.
     """
     assert streamer.total_bytes > 2 * streamer.memory_bytes
     assert not streamer.touches
