@@ -115,7 +115,7 @@ class Param:
 
     def flat(self) -> Tensor:
         """Elements of the parameter in memory order, which share its memory and version."""
-        return flat_like(self.tensor.detach(), self.tensor)
+        return flat_like(Tensor.detach(self.tensor), self.tensor)
 
     def flat_grad(self) -> Tensor | None:
         """Return its gradient in the same order, copied only if it lies otherwise; None: it has none.

@@ -403,11 +403,16 @@ class WeightFiles:
                     block = arena.allocate(nbytes, force=True)
                     assert block is not None, "the window leaves half of the arena"
                     home = Home(name, parameter, self.tier, place)
+                    homes.append(home)
                     source = flat_bytes(parameter)
                     memory_at(block.address, parameter.nbytes)[:] = source
                     home.written_from(block.address, block)
                     window.add((home, block), home.ticket.written, nbytes)
-                    homes.append(home)
+        except BaseException:
+            for home in homes:
+                if not home.is_at_rest:
+                    home.leave()
+            raise
         finally:
             arena.close()
         return homes

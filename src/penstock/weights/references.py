@@ -30,6 +30,7 @@ class WeightReference(Reference):
     __slots__ = (
         "bringer",
         "cast",
+        "dtype",
         "generation",
         "home",
         "offset",
@@ -58,6 +59,7 @@ class WeightReference(Reference):
         )
         self.bringer = bringer
         self.cast = tensor.dtype if is_cast else None
+        self.dtype = tensor.dtype  # of a view, it may be another than the weight's
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
@@ -90,5 +92,5 @@ class WeightReference(Reference):
         if self.cast is not None:
             whole = whole.to(self.cast)
             storage = whole.untyped_storage()
-        view = torch.empty(0, dtype=whole.dtype, device=whole.device)
+        view = torch.empty(0, dtype=self.dtype, device=whole.device)
         return view.set_(storage, self.offset, self.size, self.stride)

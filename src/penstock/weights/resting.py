@@ -193,6 +193,11 @@ class BusyParameter(Parameter):
         else:
             _SET_DATA(self, data)
 
+    def detach(self) -> Tensor:
+        """Return the values without gradient; ``detach().numpy()`` is changed without a version."""
+        _lend(self)
+        return super().detach()
+
     def data_ptr(self) -> int:
         """Return the address of the values."""
         _lend(self)

@@ -40,6 +40,7 @@ from torch.nn import Embedding, Module, Parameter
 
 from penstock.core.errors import BudgetError, ConfigError, PenstockError, PenstockWarning
 from penstock.core.locks import condition, defer
+from penstock.core.process import fork_guard
 from penstock.core.units import MIB, format_bytes
 from penstock.homed import home_of, paused_holders
 from penstock.io.engine import Priority, Transfer
@@ -154,7 +155,10 @@ class WeightStreamer:
         self._wake = condition()
         self._calls = _Calls()
         self._own: WeakKeyDictionary[Module, tuple[int, ...]] = WeakKeyDictionary()  # by identity
-        self._users: dict[Module, list[_Stay]] = {}  # weights that a module touches beside its own
+        self._users: WeakKeyDictionary[Module, list[_Stay]] = (
+            WeakKeyDictionary()
+        )  # weights that a module touches beside its own
+        self._guard = fork_guard()
         self._clock_ns = clock_ns
         self._total_bytes = 0
         self._coming_bytes = 0
@@ -221,6 +225,7 @@ class WeightStreamer:
         if own and self._own.get(module) != own:
             self._take_new(module, own)
         for stay in self._weights_of(module):
+            self._check_process(stay.home)
             if isinstance(module, Embedding) and self._reads_rows(module, stay, args):
                 self._pin_at_home(stay)
             else:
@@ -249,6 +254,13 @@ class WeightStreamer:
             if entered is module:
                 return
 
+    def _check_process(self, home: Home) -> None:
+        """Raise ClosedError in a forked child: transfers, their threads and locks are the parent's."""
+        if self._guard.in_child:
+            raise self._guard.error(
+                f"weight {home.name}, which rests on flash,", "give the child a copy of the model"
+            )
+
     def _weights_of(self, module: Module) -> Iterator[_Stay]:
         if "_orig_mod" in module._modules:  # compiled: its graph needs all weights at once
             owned = [each for inner in module.modules() for each in inner._parameters.values()]
@@ -260,7 +272,18 @@ class WeightStreamer:
             if stay is not None and stay.index not in seen:
                 seen.add(stay.index)
                 yield stay
-        yield from (each for each in self._users.get(module, ()) if each.index not in seen)
+        for stay in self._users.get(module, ()):
+            if stay.index not in seen and self._fits_beside_pinned(stay):
+                yield stay
+
+    def _fits_beside_pinned(self, stay: _Stay) -> bool:
+        """Return whether this thread's modules would pin no more than half of the memory with a weight.
+
+        A module may use those of the whole model, which do not fit.
+        """
+        pinned = sum(each.home.nbytes for _, stays in self._calls.stack for each in stays)
+        fits = pinned + stay.home.nbytes <= self._account.limit_bytes // 2
+        return fits and stay.home.parameter is not None
 
     def _stay_of(self, parameter: Parameter) -> _Stay | None:
         home = home_of(parameter)
@@ -275,15 +298,15 @@ class WeightStreamer:
 
     def _pin_at_home(self, stay: _Stay) -> None:
         """Pin a weight where it is, if it is not being read."""
-        if stay.coming is not None:
-            self._acquire(stay)
-            return
         with self._wake:
-            stay.pins += 1
-            if stay.storage is None:
-                stay.at_home += 1
-                stay.home.random()
-            self._show_busy(stay)
+            if stay.coming is None:
+                stay.pins += 1
+                if stay.storage is None:
+                    stay.at_home += 1
+                    stay.home.random()
+                self._show_busy(stay)
+                return
+        self._acquire(stay)
 
     def _show_busy(self, stay: _Stay) -> None:
         parameter = stay.home.parameter
@@ -301,15 +324,10 @@ class WeightStreamer:
 
     def cast_reference(self, tensor: Tensor, leaf: Tensor) -> WeightReference | None:
         """Return the same for a cast of a whole parameter, or for a view of one."""
-        if not isinstance(leaf, Parameter):
+        if not isinstance(leaf, Parameter) or not _is_of_cast(tensor, leaf):
             return None
         stay = self._stay_of(leaf)
-        if (
-            stay is None
-            or tensor.untyped_storage().nbytes() != leaf.numel() * tensor.element_size()
-        ):
-            return None
-        return WeightReference(tensor, stay.home, self, is_cast=True)
+        return None if stay is None else WeightReference(tensor, stay.home, self, is_cast=True)
 
     def bring(self, home: Home, parameter: Parameter) -> torch.UntypedStorage:
         """Return the memory of a weight; it stays as long as anybody refers to it."""
@@ -318,6 +336,7 @@ class WeightStreamer:
                 torch._C.DisableTorchFunctionSubclass()
             ):  # the session is closed, or it has left its home
                 return Tensor.untyped_storage(parameter)
+        self._check_process(home)
         stay = self._by_home[home]
         self._acquire(stay)
         storage = stay.storage
@@ -335,6 +354,7 @@ class WeightStreamer:
 
     def hold(self, home: Home) -> None:
         """Bring a weight to be changed; see :class:`penstock.homed.HomedWeight`."""
+        self._check_process(home)
         stay = self._by_home[home]
         self._acquire(stay)
         self._wait_for_write(stay)
@@ -354,6 +374,7 @@ class WeightStreamer:
 
     def begin_touch(self, home: Home) -> None:
         """Let a weight stay where it is, no transfer of it be in flight, and note who works with it."""
+        self._check_process(home)
         stay = self._by_home[home]
         while True:
             if stay.coming is not None:  # what it reads may be changed now
@@ -385,14 +406,20 @@ class WeightStreamer:
                 stay.touching -= 1
             if changed:
                 self._changed(stay)
+            self._check_memory(stay)
             self._wake.notify_all()
-        parameter = home.parameter
-        storage = home.resting.untyped_storage() if stay.storage is None else stay.storage
+
+    def _check_memory(self, stay: _Stay) -> None:
+        """Let a weight leave its home that has other memory, as ``set_`` gives it. Under the lock."""
+        parameter, storage = stay.home.parameter, stay.storage
+        if storage is None:
+            storage = stay.home.resting.untyped_storage()
         if parameter is not None and not shares_storage(parameter, storage):
-            self._leave_home(stay)  # set_() has given it other memory
+            self._leave_home(stay)
 
     def lent(self, home: Home) -> None:
         """Note that a weight may be changed where it is."""
+        self._check_process(home)
         with self._wake:
             self._changed(self._by_home[home])
 
@@ -418,7 +445,8 @@ class WeightStreamer:
             home.end_touch(changed=True)
         if not is_dense_here:
             parameter = home.parameter
-            self._leave_home(stay)
+            with self._wake:
+                self._leave_home(stay)
             with torch._C.DisableTorchFunctionSubclass():
                 Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
 
@@ -449,18 +477,17 @@ class WeightStreamer:
                 home.parameter.__class__ = kind
 
     def _leave_home(self, stay: _Stay) -> None:
-        """Leave a weight to memory, where it is, and to those who have given it that memory."""
-        with self._wake:
-            name = stay.home.name
-            if stay.storage is not None:
-                self._by_storage.pop(stay.storage._cdata, None)
-                stay.storage = None
-                stay.at_home, stay.touching = stay.pins + stay.touching, 0
-            self._by_storage.pop(stay.home.resting.untyped_storage()._cdata, None)
-            stay.home.generation += 1
-            stay.home.leave()
-            self._left.append(name)
-            self._total_bytes -= stay.home.nbytes
+        """Leave a weight to memory, and to those who have given it that memory. Under the lock."""
+        name = stay.home.name
+        if stay.storage is not None:
+            self._by_storage.pop(stay.storage._cdata, None)
+            stay.storage = None
+            stay.at_home, stay.touching = stay.pins + stay.touching, 0
+        self._by_storage.pop(stay.home.resting.untyped_storage()._cdata, None)
+        stay.home.generation += 1
+        stay.home.leave()
+        self._left.append(name)
+        self._total_bytes -= stay.home.nbytes
 
     # -- for the session --------------------------------------------------------------------------
 
@@ -519,6 +546,8 @@ class WeightStreamer:
         Raises:
             TransferError: Some could not be written; they are ordinary parameters in memory now.
         """
+        if self._guard.in_child:
+            return  # the weights are the parent's
         with paused_holders():
             self._take_all_home()
 
@@ -575,6 +604,7 @@ class WeightStreamer:
             parameter = stay.home.parameter
             if not stay.pins and parameter is not None:
                 parameter.__class__ = RestingParameter
+                self._check_memory(stay)
             self._wake.notify_all()
 
     def _bring(self, stay: _Stay) -> None:
@@ -583,7 +613,8 @@ class WeightStreamer:
                 if stay.storage is not None:
                     self._show_busy(stay)
                     return
-                if stay.coming is None and (stay.at_home or stay.home.is_lent):
+                is_gone = stay.home.parameter is None  # the program has dropped it
+                if stay.coming is None and (is_gone or stay.at_home or stay.home.is_lent):
                     stay.at_home += 1
                     self._show_busy(stay)
                     return
@@ -781,9 +812,10 @@ class WeightStreamer:
             stay.version = parameter._version
         try:
             stay.writing = stay.home.written_from(storage.data_ptr(), storage)
-        except BaseException:
+        except PenstockError as error:  # as if the write had failed later
             stay.dirty = True
-            raise
+            self._failure = error.with_traceback(None)
+            return
         stay.writing.add_done_callback(lambda transfer: defer(self._written, stay, transfer))
 
     def _written(self, stay: _Stay, transfer: Transfer) -> None:
@@ -798,3 +830,20 @@ class WeightStreamer:
     def _wait_for_write(self, stay: _Stay) -> None:
         with self._wake:  # if it fails, the weight is in memory, and counts as changed
             self._wake.wait_for(lambda: stay.writing is None)
+
+
+def _is_of_cast(tensor: Tensor, leaf: Tensor) -> bool:
+    """Return whether a saved tensor is of one cast of a whole leaf, laid and valued as by ``leaf.to``.
+
+    It may be a view of the cast. A cast of a cast is rounded twice, and one of a view may be laid
+    otherwise.
+    """
+    cast = tensor._base if tensor._is_view() else tensor
+    if cast is None or cast._version or cast.grad_fn is None:  # changed since, or no cast
+        return False
+    node = cast.grad_fn
+    inputs = node.next_functions
+    if node.name() != "ToCopyBackward0" or getattr(inputs[0][0], "variable", None) is not leaf:
+        return False
+    is_alike = cast.size() == leaf.size() and cast.stride() == leaf.stride()
+    return is_alike and cast.untyped_storage().nbytes() == leaf.numel() * cast.element_size()
