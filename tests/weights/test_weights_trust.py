@@ -2,18 +2,15 @@
 
 import errno
 import multiprocessing
-import os
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from weights_rig import (
     WEIGHT_BYTES,
     WIDTH,
     Chain,
     assert_same,
-    bits,
     built,
     compared,
     homes_of,
@@ -69,7 +66,7 @@ CHANGES = {
     "complex view": (torch.view_as_complex, torch.float32, (WIDTH, WIDTH, 2)),
     "real view": (lambda w: torch.view_as_real(w)[..., 0], torch.complex64, (WIDTH, WIDTH)),
     "conjugate": (lambda w: w.conj().t(), torch.complex64, (WIDTH, WIDTH)),
-    "negative": (lambda w: torch._neg_view(w), torch.float32, (WIDTH, WIDTH)),
+    "negative": (torch._neg_view, torch.float32, (WIDTH, WIDTH)),
     "rounded": (lambda w: w.bfloat16().float(), torch.float32, (WIDTH, WIDTH)),
     "rounded twice": (lambda w: w.half().bfloat16(), torch.float32, (WIDTH, WIDTH)),
     "cast in another order": (
@@ -79,9 +76,15 @@ CHANGES = {
     ),
     "cast of a part": (lambda w: w[:, :64].bfloat16(), torch.float32, (WIDTH, 2 * WIDTH)),
     "same size of another part": (
-        lambda w: w[:, :64].double(), torch.float32, (WIDTH, 2 * WIDTH),
+        lambda w: w[:, :64].double(),
+        torch.float32,
+        (WIDTH, 2 * WIDTH),
     ),
-    "cast and back, of a view": (lambda w: w.t().double().float().t(), torch.float32, (WIDTH, WIDTH)),
+    "cast and back, of a view": (
+        lambda w: w.t().double().float().t(),
+        torch.float32,
+        (WIDTH, WIDTH),
+    ),
 }
 
 
@@ -182,8 +185,12 @@ def test_memory_that_others_know_stays_theirs(disk_path):
     expected = learn(built(make))
     with scripted():
         model = built(make)
-        with on_flash(model, disk_path, limit=LIMIT):
-            found = learn(model)
+        context = on_flash(model, disk_path, limit=LIMIT)
+        with pytest.warns(penstock.PenstockWarning, match=r"16\.00 KiB of .* layers\.2\.weight$"):
+            session = context.__enter__()
+        found = learn(model)
+        assert len(homes_of(session)) == 5
+        context.__exit__(None, None, None)
     assert_same(found, expected)
 
 
@@ -258,3 +265,50 @@ def learn_after(run):
     model = built(Chain)
     run(model)
     return learn(model)
+
+
+def in_child(work):
+    """Return what ``work`` returns, or the error that it raises, in a forked child."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def run():
+        try:
+            sender.send(work())
+        except Exception as error:  # noqa: BLE001  (whichever it is, the parent is told)
+            sender.send(repr(error))
+
+    child = context.Process(target=run)
+    child.start()
+    assert receiver.poll(30), "the child hangs"
+    found = receiver.recv()
+    child.join(30)
+    assert child.exitcode == 0
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.timeout(120)
+def test_a_forked_child_is_refused_and_changes_nothing(disk_path):
+    expected = learn(built(Chain))
+    with scripted() as engine:
+        model = built(Chain)
+        with on_flash(model, disk_path, limit=LIMIT) as session:
+            optimizer = sgd(model)
+            found = trained(model, optimizer, inputs(2))[:-1]
+            engine.hold("read")  # a child must not wait for what is the parent's
+            streamer = session._weights
+            streamer._order.begin(None)
+            streamer._pump()
+            layer = model.layers[0]
+            for work in (
+                lambda: layer.weight.sum().item(),
+                lambda: model.layers[5].weight.add_(1),
+                lambda: model(inputs(1)[0]),
+            ):
+                assert "give the child a copy" in in_child(work)
+            assert in_child(lambda: tuple(layer.weight.shape)) == (WIDTH, WIDTH)
+            assert in_child(session.close) is None
+            engine.open()
+            found += trained(model, optimizer, inputs(4)[2:])
+    assert_same(found, expected)

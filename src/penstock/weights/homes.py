@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.errors import NoSpaceError
 from penstock.core.units import format_bytes, round_up
@@ -307,7 +308,11 @@ def _nobody() -> None:
 
 
 class WeightFiles:
-    """Files in which homes lie, in one directory or several, without names. Not thread-safe."""
+    """Files in which homes lie, in one directory or several, without names. Not thread-safe.
+
+    Attributes:
+        left: Names of parameters that stay in memory, as the user was told.
+    """
 
     def __init__(
         self, directories: StrPath | Sequence[StrPath], *, allow_memory_filesystem: bool = False
@@ -327,6 +332,7 @@ class WeightFiles:
             remedy=_REMEDY,
             allow_memory_filesystem=allow_memory_filesystem,
         )
+        self.left: MutableMapping[Parameter, str] = WeakIdKeyDictionary()
         self._slab: tuple[DirectFile, ...] = ()
         self._slab_bytes = 0
         self._cut_bytes = 0

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import cast
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, cast
 
 import torch
 from torch.nn import Module, Parameter
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockWarning
+from penstock.core.units import format_bytes
 from penstock.homed import home_of, paused_holders
-from penstock.weights.homes import Home, WeightFiles, is_dense
+from penstock.weights.homes import Home, WeightFiles, is_dense, use_count
+
+_NAMED: Final = 3
+"""Weights that a warning names."""
 
 
 def rest_weights(
@@ -36,7 +41,8 @@ def rest_weights(
         NoSpaceError: The directories have no room; nothing was moved.
         TransferError: A weight could not be written; it and those after it are still in memory.
     """
-    found = list(_large(model, floor_bytes))
+    shared: list[tuple[str, Parameter]] = []
+    found = list(_large(model, floor_bytes, shared))
     check([(parameter.nbytes, name) for name, parameter in found])
     homes = {name: home_of(parameter) for name, parameter in found}
     new = [(name, parameter) for name, parameter in found if homes[name] is None]
@@ -46,11 +52,36 @@ def rest_weights(
     for (name, _), home in zip(found, ordered, strict=True):
         if home.keeper is None:
             home.rename(name)
+    shared = [(name, parameter) for name, parameter in shared if parameter not in files.left]
+    if shared:
+        files.left.update((parameter, name) for name, parameter in shared)
+        _warn_of(shared)
     return ordered
 
 
-def _large(model: Module, floor_bytes: int) -> Iterator[tuple[str, Parameter]]:
-    """Yield the parameters that can rest, each once."""
+def _warn_of(shared: Sequence[tuple[str, Parameter]]) -> None:
+    names = ", ".join(name for name, _ in shared[:_NAMED]) + (
+        ", ..." if len(shared) > _NAMED else ""
+    )
+    nbytes = sum(each.nbytes for _, each in shared)
+    warnings.warn(
+        f"{format_bytes(nbytes)} of weights stay in memory, because other tensors share it, or a graph"
+        f" that awaits its backward does: {names}",
+        PenstockWarning,
+        stacklevel=2,
+    )
+
+
+def _large(
+    model: Module, floor_bytes: int, others: list[tuple[str, Parameter]]
+) -> Iterator[tuple[str, Parameter]]:
+    """Yield the parameters that can rest, each once.
+
+    Args:
+        model: The model.
+        floor_bytes: Least size.
+        others: Gets those whose memory tensors share that are no parameters of the model.
+    """
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None:
             raise ConfigError(
@@ -73,5 +104,16 @@ def _large(model: Module, floor_bytes: int) -> Iterator[tuple[str, Parameter]]:
             is_own = shared[storage._cdata] == 1 and parameter.storage_offset() == 0
             if parameter.nbytes < floor_bytes or not is_dense(parameter) or not is_own:
                 continue
-            if home_of(parameter) is not None or storage.nbytes() == parameter.nbytes:
+            if home_of(parameter) is not None:
                 yield name, parameter
+            elif use_count(storage) > _own_uses():
+                others.append((name, parameter))
+            elif storage.nbytes() == parameter.nbytes:
+                yield name, parameter
+
+
+def _own_uses() -> int:
+    """Return the use count of memory to which one tensor refers, and one variable."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return use_count(storage)

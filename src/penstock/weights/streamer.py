@@ -846,4 +846,4 @@ def _is_of_cast(tensor: Tensor, leaf: Tensor) -> bool:
     if node.name() != "ToCopyBackward0" or getattr(inputs[0][0], "variable", None) is not leaf:
         return False
     is_alike = cast.size() == leaf.size() and cast.stride() == leaf.stride()
-    return is_alike and cast.untyped_storage().nbytes() == leaf.numel() * cast.element_size()
+    return bool(is_alike and cast.untyped_storage().nbytes() == leaf.numel() * cast.element_size())
