@@ -62,10 +62,10 @@ def load(
       others, and buffers, get memory. They become new objects, so make optimizers afterwards.
     - Everything else: into its memory.
 
-    With ``in_place``, parameters that are not trained (``requires_grad`` is False), on ``meta`` or in memory
-    of their own, and of at least ``floor``, rest in the source itself: they are neither read nor copied.
-    The files are open while they do, are never written, and must not be changed: that is an error where a
-    weight is next used. A weight whose values the program changes gets memory, or in a session a home.
+    With ``in_place``, parameters that are not trained (``requires_grad`` is False), on ``meta`` or in
+    memory of their own, and of at least ``floor``, rest in the source: they are neither read nor copied.
+    The files stay open, are never written, and must not be changed: that is an error where a weight is
+    next used. A weight whose values the program changes gets memory, or in a session a home.
 
     After an error in the middle, parameters on ``meta`` are as they were; the values of others are mixed.
 
@@ -202,7 +202,8 @@ class _Loading:
             assert isinstance(target, Parameter)
             if target.is_meta:
                 made = torch.empty_strided(target.size(), target.stride(), dtype=target.dtype)
-                target = self._made[id(target)] = Parameter(made, requires_grad=False)
+                made = self._made[id(target)] = Parameter(made, requires_grad=False)
+                target = made
             torch.autograd.graph.increment_version(target)
             SourceHome(tensor.name, target, source, tensor).rest()
         return others
