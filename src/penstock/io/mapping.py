@@ -124,7 +124,9 @@ def memory_at(address: int, nbytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(memoryview((ctypes.c_ubyte * nbytes).from_address(address)), np.uint8)
 
 
-def map_files(parts: Sequence[tuple[File, int, int]]) -> NDArray[np.uint8]:
+def map_files(
+    parts: Sequence[tuple[File, int, int]], *, private: bool = False
+) -> NDArray[np.uint8]:
     """Map ranges of files, one behind the other, as one array; writes to it reach the files.
 
     It is unmapped when the array dies, which ``torch.from_numpy`` keeps alive. The files may be closed
@@ -134,6 +136,7 @@ def map_files(parts: Sequence[tuple[File, int, int]]) -> NDArray[np.uint8]:
         parts: File, offset and length of each range; offsets, and lengths of all but the last, are
             multiples of the system's page. The file must be as long, and its space be reserved: a page
             that has no room when it is written kills the process.
+        private: Writes to the array stay in memory, and the files may be open for reading only.
 
     Raises:
         TransferError: The system refuses (op ``"map"``).
@@ -141,8 +144,9 @@ def map_files(parts: Sequence[tuple[File, int, int]]) -> NDArray[np.uint8]:
     nbytes = sum(length for _, _, length in parts)
     reserved = round_up(nbytes, PAGE_BYTES)
     address = start = _map(reserved)  # at once, so that the parts lie next to each other
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _MAP_FIXED
     for file, offset, length in parts:
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
         if _libc.mmap(address, length, protection, flags, file.fd, offset) in (None, _MAP_FAILED):
             error = ctypes.get_errno()
             _libc.munmap(start, reserved)

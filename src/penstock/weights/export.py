@@ -208,7 +208,7 @@ def _parts_of(tensors: Sequence[_Named], arena: Arena) -> _Parts:
         home = home_of(tensor)
         if not tensor.numel():
             continue
-        if isinstance(home, Home) and home.keeper is None and home.resting.is_contiguous():
+        if isinstance(home, Home) and home.is_direct:
             yield from _parts_of_home(home, arena)
         elif home is not None:
             home.hold()

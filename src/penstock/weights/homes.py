@@ -5,7 +5,7 @@
     with direct transfers and checked as every tier's bytes are. The same range of the file is mapped, so
     that the parameter has an address at rest. Who writes through the mapping (an initialiser, an
     optimizer that knows nothing of homes) changes bytes that the tier has a checksum of: the home forgets
-    it, and has another one when it is next written.
+    it, and has another one when it is next written. Homes in files of the user's: :mod:`.inplace`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.io.files import DirectFile
 from penstock.io.mapping import advise_random, map_files, memory_at
 from penstock.observe.clients import WEIGHTS, ClientRecorder
 from penstock.store.arena import Arena
-from penstock.store.base import Ticket
+from penstock.store.base import Place, Ticket, Tier
 from penstock.store.blob import UNIT_BYTES, ReservedPlace, ReservedTier, StrPath, part_bytes
 from penstock.store.checksums import Sum
 from penstock.store.engine import shared_engine
@@ -80,6 +80,8 @@ class Home:
         generation: Number of times that other values have replaced all of these, as ``.data = x`` does.
         keeper: Brings the weight to memory; None while no session does.
         touches: Operations on the weight at rest, other than by modules.
+        tier: Reads and writes the place.
+        room: Where other places are made, if the weight needs one; None: not known.
     """
 
     __slots__ = (
@@ -96,19 +98,19 @@ class Home:
             "nbytes",
             "place",
             "resting",
+            "room",
             "ticket",
         ),
         *("tier", "touches"),
     )
 
-    def __init__(
-        self, name: str, parameter: Parameter, tier: ReservedTier, place: ReservedPlace
-    ) -> None:
+    def __init__(self, name: str, parameter: Parameter, tier: Tier, place: Place) -> None:
         """Map a place for a parameter, whose values are not moved yet; see ``adopt``."""
         self.name = name
         self.nbytes = parameter.nbytes
         self.tier = tier
-        self.place = place
+        self.room = tier if isinstance(tier, ReservedTier) else None
+        self.place: Place = place
         self.ticket: Ticket = tier.adopt(
             place, round_up(self.nbytes, UNIT_BYTES), label=name, checksum=None
         )
@@ -122,10 +124,13 @@ class Home:
 
     def _map(self, like: Tensor) -> None:
         """Map the place, with the shape and the strides of a tensor."""
-        self._mapping = map_files(tuple(self.place.ranges(round_up(self.nbytes, UNIT_BYTES))))
+        self._mapping = self._map_values(like)
         self._storage = torch.from_numpy(self._mapping[: self.nbytes]).untyped_storage()
         self.resting = view_like(self._storage, like)
         self._free_uses = use_count(self._storage)
+
+    def _map_values(self, like: Tensor) -> NDArray[np.uint8]:
+        return map_files(tuple(self.place.ranges(round_up(like.nbytes, UNIT_BYTES))))
 
     def __repr__(self) -> str:
         return f"Home({self.name}: {self.nbytes} bytes at {self.place})"
@@ -150,6 +155,21 @@ class Home:
         uses = use_count(self._storage) - self.is_at_rest
         return uses > self._free_uses or self._storage.data_ptr() != self._mapping.ctypes.data
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether whoever loads or saves the weight may read and write its place past the mapping."""
+        return self.keeper is None and self.resting.is_contiguous()
+
+    def check(self) -> None:
+        """Raise ChecksumError if the place is known to have other bytes than the weight's."""
+
+    def forget(self) -> None:
+        """Note that the values at rest may have been changed through the mapping."""
+        self.ticket.checksum = None
+
+    def settle(self) -> None:
+        """Let reads of the place see what was changed through the mapping."""
+
     def rest(self) -> None:
         """Let the parameter's memory be its home."""
         parameter = self._param()
@@ -168,7 +188,7 @@ class Home:
         parameter = self._param()
         if parameter is not None and parameter._version != self._version:
             self._version = parameter._version
-            self.ticket.checksum = None
+            self.forget()
 
     def move(self, data: Tensor) -> None:
         """Take another shape or type, with its values; at the same place if that is free and suffices.
@@ -179,20 +199,31 @@ class Home:
         Raises:
             NoSpaceError: There is no room for it; nothing was changed.
         """
-        parameter = self._param()
-        assert parameter is not None
-        length = round_up(data.nbytes, UNIT_BYTES)
         place = self.place
-        if length > self.ticket.window.nbytes or self.is_lent:
-            [place] = self.tier.reserve([length], file_name=None, advice=_advice)
+        is_long = round_up(data.nbytes, UNIT_BYTES) > self.ticket.window.nbytes
+        if is_long or self.is_lent or self.tier is not self.room:
+            place = self.reserve(data.nbytes)
         values = flat_bytes(data).copy()  # it may be a part of what is here
-        self.tier.discard(self.ticket)
-        self.place, self.nbytes = place, data.nbytes
-        self.ticket = self.tier.adopt(place, length, label=self.name, checksum=None)
-        self._map(data)
+        self.map_at(place, data)
         self._mapping[: self.nbytes] = values
         self.generation += 1
         self.rest()
+
+    def reserve(self, nbytes: int) -> ReservedPlace:
+        """Return another place. Raises NoSpaceError if there is no room for it."""
+        assert self.room is not None
+        lengths = [round_up(nbytes, UNIT_BYTES)]
+        [place] = self.room.reserve(lengths, file_name=None, advice=_advice)
+        return place
+
+    def map_at(self, place: ReservedPlace, like: Tensor) -> None:
+        """Have another place, whose values are not known, with the shape of ``like``."""
+        assert self.room is not None
+        self.tier.discard(self.ticket)
+        self.tier, self.place, self.nbytes = self.room, place, like.nbytes
+        length = round_up(self.nbytes, UNIT_BYTES)
+        self.ticket = self.tier.adopt(place, length, label=self.name, checksum=None)
+        self._map(like)
 
     def leave(self) -> None:
         """Leave the parameter to memory, where it is."""
@@ -251,7 +282,7 @@ class Home:
         if self.keeper is not None:
             self.keeper.let_go(self, changed=changed)
         elif changed:
-            self.ticket.checksum = None
+            self.forget()
 
     # -- for the resting parameter ----------------------------------------------------------------
 
@@ -266,14 +297,14 @@ class Home:
         if self.keeper is not None:
             self.keeper.end_touch(self, changed=changed)
         elif changed:
-            self.ticket.checksum = None
+            self.forget()
 
     def lent(self) -> None:
         """See :class:`.resting.RestingHome`."""
         if self.keeper is not None:
             self.keeper.lent(self)
         else:
-            self.ticket.checksum = None
+            self.forget()
 
     def replaced(self, data: Tensor) -> None:
         """See :class:`.resting.RestingHome`."""
@@ -290,17 +321,22 @@ class Home:
         old = self.resting
         with torch._C.DisableTorchFunctionSubclass():
             memory = Tensor.untyped_storage(parameter)
-            if data.device != old.device or not is_dense(data):
+            is_same = (data.dtype, data.size(), data.stride()) == (
+                old.dtype,
+                old.size(),
+                old.stride(),
+            )
+            if data.device != old.device or not is_dense(data) or not (is_same or self.room):
                 self.leave()
                 Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
                 return
-            if (data.dtype, data.size(), data.stride()) != (old.dtype, old.size(), old.stride()):
+            if not is_same:
                 self.move(data)
             elif not shares_storage(data, memory) or data.storage_offset():
                 with torch.no_grad():
                     view_like(memory, old).copy_(data)
                 self.generation += 1
-                self.ticket.checksum = None
+                self.forget()
 
 
 def _nobody() -> None:

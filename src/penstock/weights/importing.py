@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Final, TypeAlias
 
 import torch
@@ -18,7 +18,8 @@ from penstock.io.files import open_path
 from penstock.observe.clients import WEIGHTS
 from penstock.store.blob import StrPath
 from penstock.store.checksums import RunningSum
-from penstock.weights.homes import Home, WeightFiles, flat_bytes
+from penstock.weights.homes import Home, WeightFiles, flat_bytes, use_count
+from penstock.weights.inplace import LEAST_BYTES, SourceFile, SourceHome
 from penstock.weights.pieces import PieceReader, PieceWriter
 from penstock.weights.safetensors import StoredTensor, WeightFile, open_source
 
@@ -36,6 +37,8 @@ CODES: Final[Mapping[torch.dtype, str]] = {
 """Codes in safetensors of torch's types."""
 _NAMED: Final = 5
 """Names in an error."""
+_OWN_USES: Final = use_count(torch.empty(0).untyped_storage()) + 1
+"""Use count of memory to which one tensor refers, that lives."""
 Slot: TypeAlias = tuple[Module, str]
 """A module, and the name of a parameter or buffer in it."""
 
@@ -46,6 +49,7 @@ def load(
     *,
     directory: StrPath | Sequence[StrPath] | None = None,
     floor: int | str | None = None,
+    in_place: bool = False,
 ) -> None:
     """Load safetensors files into a model, in one sequential pass over each file.
 
@@ -58,6 +62,11 @@ def load(
       others, and buffers, get memory. They become new objects, so make optimizers afterwards.
     - Everything else: into its memory.
 
+    With ``in_place``, parameters that are not trained (``requires_grad`` is False), on ``meta`` or in
+    memory of their own, and of at least ``floor``, rest in the source: they are neither read nor copied.
+    The files stay open, are never written, and must not be changed: that is an error where a weight is
+    next used. A weight whose values the program changes gets memory, or in a session a home.
+
     After an error in the middle, parameters on ``meta`` are as they were; the values of others are mixed.
 
     Args:
@@ -65,12 +74,14 @@ def load(
         source: A ``.safetensors`` file, a list of them, or a folder as of Hugging Face, with its index.
         directory: Where parameters on ``meta`` get their homes; one directory or several.
         floor: Least size of a parameter on ``meta`` that gets a home; None: the knob ``PENSTOCK_FLOOR``.
+        in_place: Let parameters that are not trained rest in the source.
 
     Raises:
         ConfigError: There is no such source; the model has parameters on ``meta``, and no directory is
             given; a buffer on ``meta`` is not in the files, as it is not saved.
         MismatchError: Names, shapes or types differ.
         DamagedError: A file is not intact.
+        ChecksumError: A file in which weights are to rest was changed meanwhile.
         NoSpaceError: The directory has no room.
         TransferError: A file cannot be read or written.
     """
@@ -79,10 +90,13 @@ def load(
     chosen = _match(files, targets)
     is_meta = any(tensor.is_meta for tensor in targets.values())
     loading = _Loading(model, directory if is_meta else None, floor)
+    if in_place:
+        loading.leave_in_place(files, chosen, targets)
     loading.check(targets)
     with PieceWriter(owner=WEIGHTS) as writer:
         for file in files:
             wanted = [tensor for tensor in file.tensors if tensor.name in chosen]
+            wanted = loading.rest_in(file, wanted, targets)
             if wanted:
                 loading.read(file, wanted, targets, writer)
     loading.finish()
@@ -159,6 +173,40 @@ class _Loading:
         self._made: dict[
             int, Tensor
         ] = {}  # by the id of a tensor on meta, which the model keeps alive
+        self._in_place: set[str] = set()  # names
+
+    def leave_in_place(
+        self, files: Sequence[WeightFile], chosen: Set[str], targets: Mapping[str, Tensor]
+    ) -> None:
+        """Choose the parameters that rest in the files."""
+        for file in files:
+            for tensor in file.tensors:
+                target = targets.get(tensor.name)
+                if tensor.name not in chosen or not isinstance(target, Parameter):
+                    continue
+                is_long = self._is_large(target) and target.nbytes >= LEAST_BYTES
+                is_fit = tensor.begin % target.element_size() == 0
+                if not target.requires_grad and is_long and is_fit and _can_rest(target):
+                    self._in_place.add(tensor.name)
+
+    def rest_in(
+        self, file: WeightFile, tensors: Sequence[StoredTensor], targets: Mapping[str, Tensor]
+    ) -> list[StoredTensor]:
+        """Let parameters rest in a file, and return the tensors that are to be read."""
+        others = [tensor for tensor in tensors if tensor.name not in self._in_place]
+        source = SourceFile(file) if len(others) < len(tensors) else None
+        for tensor in tensors:
+            if source is None or tensor.name not in self._in_place:
+                continue
+            target = targets[tensor.name]
+            assert isinstance(target, Parameter)
+            if target.is_meta:
+                made = torch.empty_strided(target.size(), target.stride(), dtype=target.dtype)
+                made = self._made[id(target)] = Parameter(made, requires_grad=False)
+                target = made
+            torch.autograd.graph.increment_version(target)
+            SourceHome(tensor.name, target, source, tensor).rest()
+        return others
 
     def check(self, targets: Mapping[str, Tensor]) -> None:
         """Raise ConfigError if something on ``meta`` has no values, or no place for them."""
@@ -171,6 +219,8 @@ class _Loading:
                 )
         if self._files is None:
             for name, target in targets.items():
+                if name in self._in_place:
+                    continue
                 if target.is_meta and isinstance(target, Parameter) and self._is_large(target):
                     raise ConfigError(
                         f"parameter {name} is on meta: give the directory on flash where it is to rest"
@@ -223,12 +273,24 @@ class _Loading:
                         values[key] = made  # type: ignore[assignment]
 
 
+def _can_rest(parameter: Parameter) -> bool:
+    """Return whether a parameter's memory can be exchanged for that of a file."""
+    if type(parameter) is not Parameter or not parameter.is_contiguous():
+        return False
+    if parameter.is_meta:
+        return True
+    storage = parameter.untyped_storage()
+    is_in_memory = parameter.device.type == "cpu" and home_of(parameter) is None
+    is_whole = storage.nbytes() == parameter.nbytes
+    return is_in_memory and is_whole and use_count(storage) <= _OWN_USES
+
+
 def _fill(target: Tensor, reader: PieceReader, writer: PieceWriter) -> None:
     """Give a tensor the values that come next in a file."""
     if not target.numel():
         return
     home = home_of(target)
-    if isinstance(home, Home) and home.keeper is None and home.resting.is_contiguous():
+    if isinstance(home, Home) and home.is_direct:
         running = RunningSum(knobs.verify(), home.nbytes)
         writer.write(home.place.ranges(home.nbytes), reader.fill, running)
         home.filled(running.result())

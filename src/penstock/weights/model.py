@@ -52,6 +52,8 @@ def rest_weights(
     for (name, _), home in zip(found, ordered, strict=True):
         if home.keeper is None:
             home.rename(name)
+        if home.room is None:
+            home.room = files.tier
     shared = [(name, parameter) for name, parameter in shared if parameter not in files.left]
     if shared:
         files.left.update((parameter, name) for name, parameter in shared)

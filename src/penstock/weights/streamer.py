@@ -298,6 +298,7 @@ class WeightStreamer:
 
     def _pin_at_home(self, stay: _Stay) -> None:
         """Pin a weight where it is, if it is not being read."""
+        stay.home.check()
         with self._wake:
             if stay.coming is None:
                 stay.pins += 1
@@ -425,7 +426,7 @@ class WeightStreamer:
 
     def _changed(self, stay: _Stay) -> None:
         if stay.storage is None:
-            stay.home.ticket.checksum = None
+            stay.home.forget()
         else:
             stay.dirty = True
 
@@ -643,6 +644,9 @@ class WeightStreamer:
         """Begin to read a weight if there is memory for it. Under the lock."""
         home = stay.home
         home.check_version()
+        resting = home.resting
+        home.settle()
+        self._resting_moved(stay, resting)
         nbytes = home.ticket.window.nbytes
         block = self._memory.allocate(nbytes, wait=False)
         if block is None and self._memory.trim(
@@ -666,6 +670,12 @@ class WeightStreamer:
             self.demands += 1
         coming.add_done_callback(lambda _: defer(self._notify))
         return True
+
+    def _resting_moved(self, stay: _Stay, before: Tensor) -> None:
+        """Note that a weight may have another home than before. Under the lock."""
+        if stay.home.resting is not before:
+            self._by_storage.pop(before.untyped_storage()._cdata, None)
+            self._by_storage[stay.home.resting.untyped_storage()._cdata] = stay
 
     def _notify(self) -> None:
         with self._wake:
@@ -810,12 +820,14 @@ class WeightStreamer:
         stay.dirty = False
         if parameter is not None:
             stay.version = parameter._version
+        resting = stay.home.resting
         try:
             stay.writing = stay.home.written_from(storage.data_ptr(), storage)
         except PenstockError as error:  # as if the write had failed later
             stay.dirty = True
             self._failure = error.with_traceback(None)
             return
+        self._resting_moved(stay, resting)
         stay.writing.add_done_callback(lambda transfer: defer(self._written, stay, transfer))
 
     def _written(self, stay: _Stay, transfer: Transfer) -> None:
