@@ -1,4 +1,4 @@
-"""What ``torch.compile`` must not trace."""
+"""Functions that ``torch.compile`` must not trace."""
 
 from __future__ import annotations
 

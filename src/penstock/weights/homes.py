@@ -142,13 +142,13 @@ class Home:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the parameter's memory is the home."""
+        """True if the parameter's memory is the home."""
         parameter = self._param()
         return parameter is not None and shares_storage(parameter, self._storage)
 
     @property
     def is_lent(self) -> bool:
-        """Whether others than the parameter refer to the mapping, who may read and change it there.
+        """True if others than the parameter refer to the mapping, who may read and change it there.
 
         So is one that was moved to memory that processes share: who has it no more sees the file.
         """
@@ -157,7 +157,7 @@ class Home:
 
     @property
     def is_direct(self) -> bool:
-        """Whether whoever loads or saves the weight may read and write its place past the mapping."""
+        """True if whoever loads or saves the weight may read and write its place past the mapping."""
         return self.keeper is None and self.resting.is_contiguous()
 
     def check(self) -> None:
@@ -179,7 +179,7 @@ class Home:
 
     @property
     def is_as_read(self) -> bool:
-        """Whether no version of the parameter says that it was changed since ``check_version``."""
+        """True if no version of the parameter says that it was changed since ``check_version``."""
         parameter = self._param()
         return parameter is None or parameter._version == self._version
 

@@ -178,7 +178,7 @@ class SourceHome(Home):
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the weight has no place of its own yet."""
+        """True if the weight has no place of its own yet."""
         return self.tier is not self.room
 
     @property

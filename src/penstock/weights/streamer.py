@@ -108,7 +108,7 @@ class _Stay:
 
     @property
     def is_lent(self) -> bool:
-        """Whether others than the parameter refer to the buffer, or it was moved to shared memory."""
+        """True if others than the parameter refer to the buffer, or it was moved to shared memory."""
         storage = self.storage
         assert storage is not None
         return use_count(storage) > self.own_uses or storage.data_ptr() != self.address
