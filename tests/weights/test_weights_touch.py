@@ -462,6 +462,14 @@ def run(model, touch, put=lambda: None):
     return seen
 
 
+GRID = [
+    pytest.param(name, state, marks=[] if number % 2 in turns else [pytest.mark.slow])
+    for number, name in enumerate(WAYS)
+    for state, turns in (("rest", (0, 1)), ("memory", (0,)), ("coming", (1,)))
+]
+"""At rest each way, and in the other states in turns; all of them in `make test-all`."""
+
+
 @pytest.fixture(scope="module")
 def plain():
     """What each way does without Penstock."""
@@ -476,8 +484,7 @@ def plain():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("state", ["rest", "memory", "coming"])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(("name", "state"), GRID)
 def test_a_touched_weight_is_as_without(name, state, plain, disk_path):
     with scripted() as engine:
         model = built(Chain)
