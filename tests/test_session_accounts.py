@@ -48,7 +48,8 @@ def test_the_account_has_every_client_and_its_bytes(session_for, disk_path, monk
         while writes:
             writes.pop().wait()
 
-    with session_for(net, machine=None, tbw="1TB") as session:
+    options = {"tbw": "1TB", "weights": "flash", "weights_memory": "4MiB"}
+    with session_for(net, machine=None, **options) as session:
         for _ in range(3):
             step(net, optimizer, wait_for_gradients)
         wait_for_writes(session)
@@ -66,6 +67,7 @@ def test_the_account_has_every_client_and_its_bytes(session_for, disk_path, monk
         assert found["bandwidth measurement"] > 0
         assert found["checkpoints"] >= saved.nbytes > 0
         assert found["data sets"] > 0
+        assert found["weights"] > 0
         assert found["suspended jobs"] >= suspended_bytes > 0
     assert found["optimizer states"] >= states.store.written > 0
     assert by_client(before)["optimizer states"] <= states.store.written

@@ -462,8 +462,17 @@ def run(model, touch, put=lambda: None):
     return seen
 
 
+SHARED = pytest.mark.filterwarnings("ignore:.*weights stay in memory, because other tensors share")
+"""The norm's parametrization makes a parameter of the weight's own memory."""
 GRID = [
-    pytest.param(name, state, marks=[] if number % 2 in turns else [pytest.mark.slow])
+    pytest.param(
+        name,
+        state,
+        marks=[
+            *([] if number % 2 in turns else [pytest.mark.slow]),
+            *([SHARED] if name.startswith("weight_norm") else []),
+        ],
+    )
     for number, name in enumerate(WAYS)
     for state, turns in (("rest", (0, 1)), ("memory", (0,)), ("coming", (1,)))
 ]
