@@ -338,11 +338,14 @@ class FlashStates:
         self.last_norm = torch.linalg.vector_norm(together)
 
     def _run(self, tiles: Iterable[Tile], visit: Callable[[Tile], None]) -> None:
+        futures = [self.pool.submit(visit, tile) for tile in tiles]
         try:
-            wait_for_all([self.pool.submit(visit, tile) for tile in tiles])
+            wait_for_all(futures)
         except BaseException as error:
             self.mark_inconsistent(error)
             raise
+        finally:
+            futures.clear()  # an error that is kept refers to this frame
 
     # -- durable steps ----------------------------------------------------------------------------
 
