@@ -28,17 +28,25 @@ from penstock.runtime.storage import Residency
 from penstock.runtime.table import SAVED
 
 
-def test_trap_29_pack_waits_rather_than_exceed_the_budget(session_for):
+def test_trap_29_pack_waits_rather_than_exceed_the_budget(session_for, monkeypatch):
     """Write-behind keeps sources alive. Were they not counted, a fast forward would have them all in
     memory at once. Here no write ends before the gate opens, and forward stops at the budget.
     """
     weight = leaf(64 * LARGE)  # 1 MiB
     session, made = gated(session_for, "write", device_memory="5MiB")
     with session:
-        stopped = []
+        stopped, refused, take = [], threading.Event(), session.budget.try_take
+
+        def noted(*args):
+            taken = take(*args)
+            if not taken:
+                refused.set()
+            return taken
+
+        monkeypatch.setattr(session.budget, "try_take", noted)
 
         def open_later():
-            wait_until(lambda: session.budget.free_bytes < MIB, "the budget is used up")
+            assert refused.wait(20)
             stopped.append(session.budget.used_bytes)
             made[0].open("write")
 
