@@ -25,7 +25,13 @@ from penstock.store.checksums import RunningSum
 from penstock.weights.homes import Home, flat_bytes
 from penstock.weights.importing import CODES, state_of
 from penstock.weights.pieces import Fill, PieceReader, PieceWriter, reader_arena
-from penstock.weights.safetensors import ALIGNMENT_BYTES, INDEX_NAME, SINGLE_NAME, header_of
+from penstock.weights.safetensors import (
+    ALIGNMENT_BYTES,
+    INDEX_NAME,
+    PART_SUFFIX,
+    SINGLE_NAME,
+    header_of,
+)
 
 _SUFFIX: Final = ".safetensors"
 _PERMISSIONS: Final = 0o666
@@ -58,7 +64,7 @@ def save(model: Module, directory: str | os.PathLike[str], *, shard: int | str =
     path = os.fspath(directory)
     os.makedirs(path, exist_ok=True)
     check_directory(path, "directory of saved weights", allow_memory_filesystem=True)
-    there = [name for name in os.listdir(path) if name.endswith((_SUFFIX, INDEX_NAME))]
+    there = [name for name in os.listdir(path) if name.endswith((_SUFFIX, PART_SUFFIX, INDEX_NAME))]
     if there:
         raise ConfigError(
             f"{path!r} has {there[0]!r} already: name another directory, or remove it"

@@ -22,6 +22,8 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 ALIGNMENT_BYTES: Final = 4096
 """Multiple at which tensors that are written here begin, as far as the format allows."""
+PART_SUFFIX: Final = ".safetensors.part"
+"""End of the names of files that are being written here, until all are complete."""
 _SUFFIX: Final = ".safetensors"
 _MOST_HEADER_BYTES: Final = 100 * MIB
 _LENGTH_BYTES: Final = 8
@@ -82,7 +84,8 @@ def open_source(
 
     Raises:
         ConfigError: There are none, or a name is in two.
-        DamagedError: A header is damaged, or a file does not have what the index says.
+        DamagedError: A header is damaged, a file does not have what the index says, or a save into the
+            folder was not completed.
         TransferError: A file cannot be read.
     """
     paths = given_paths(source, "source of weights")
@@ -90,6 +93,13 @@ def open_source(
     if len(paths) == 1 and os.path.isdir(paths[0]):
         folder = paths[0]
         names = os.listdir(folder)
+        part = next((name for name in sorted(names) if name.endswith(PART_SUFFIX)), None)
+        if part is not None:
+            raise DamagedError(
+                f"{folder!r}: a save there was not completed, or is not yet; {part!r} is of it. If its"
+                " process has ended, delete the folder and save again",
+                path=folder,
+            )
         if INDEX_NAME in names:
             expected = _read_index(os.path.join(folder, INDEX_NAME))
             found = sorted(set(expected.values()))
