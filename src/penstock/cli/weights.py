@@ -1,8 +1,9 @@
-"""The command ``penstock weights``, which shows and verifies safetensors files."""
+"""The command ``penstock weights``, which shows, verifies and converts safetensors files."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from dataclasses import asdict, dataclass, field
 from typing import Final
@@ -22,14 +23,18 @@ _EXAMPLES: Final = """\
 examples:
   penstock weights info models/llama
   penstock weights verify models/llama --json
+  penstock weights import models/llama /nvme/llama --type bfloat16
 
 The exit code is 0 if all files are intact, otherwise 1."""
+_TYPES: Final = ("float64", "float32", "float16", "bfloat16")
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``penstock weights``."""
     made = new_parser(
-        "weights", "Show what safetensors files have, and verify them.", examples=_EXAMPLES
+        "weights",
+        "Show what safetensors files have, verify them, and convert them.",
+        examples=_EXAMPLES,
     )
     what = made.add_subparsers(metavar="WHAT", required=True)
     info = add_command(what, "info", "show the tensors, types and bytes of each file", _info)
@@ -43,8 +48,34 @@ def parser() -> argparse.ArgumentParser:
             "\nchecksums of values: a flipped bit that the device does not report is not found."
         ),
     )
+    bring = add_command(
+        what,
+        "import",
+        "write them to a folder of aligned files of another size or type",
+        _import,
+        description=(
+            "Read safetensors in one pass, and write them to a folder as of Hugging Face, in which large"
+            "\ntensors begin at multiples of 4 KiB: penstock.weights.load(..., in_place=True) reads them"
+            "\nto where they are used. About 250 MiB are in memory at a time. Files that are no weights,"
+            "\nas config.json, are not copied."
+        ),
+    )
     for each in (info, check):
         each.add_argument("path", metavar="PATH", help="a .safetensors file, or a folder of them")
+    bring.add_argument("source", metavar="SOURCE", help="a .safetensors file, or a folder of them")
+    bring.add_argument("directory", metavar="DIRECTORY", help="made if it is missing")
+    bring.add_argument(
+        "--shard",
+        metavar="SIZE",
+        default="5GB",
+        help="most bytes of values in a file (default: 5GB)",
+    )
+    bring.add_argument(
+        "--type", choices=_TYPES, help="round floating-point tensors of 2 to 8 bytes to this type"
+    )
+    bring.add_argument(
+        "--no-verify", action="store_true", help="do not read the files again to compare checksums"
+    )
     return made
 
 
@@ -81,7 +112,23 @@ def _facts_of(file: WeightFile) -> _Facts:
 
 
 def _info(options: argparse.Namespace) -> int:
-    found = [_facts_of(file) for file in open_source(options.path)]
+    return _show(options, options.path)
+
+
+def _import(options: argparse.Namespace) -> int:
+    torch = importlib.import_module("torch")
+    importlib.import_module("penstock.weights").convert(
+        options.source,
+        options.directory,
+        shard=options.shard,
+        dtype=None if options.type is None else getattr(torch, options.type),
+        verify=not options.no_verify,
+    )
+    return _show(options, options.directory)
+
+
+def _show(options: argparse.Namespace, path: str) -> int:
+    found = [_facts_of(file) for file in open_source(path)]
     if options.json:
         write_json({"schema": 1, "files": [asdict(each) for each in found]}, sys.stdout)
         return 0

@@ -6,11 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.weights.conversion import convert
     from penstock.weights.export import save
     from penstock.weights.importing import load
 
-__all__ = ["load", "save"]
-_LAZY = {"load": "penstock.weights.importing", "save": "penstock.weights.export"}
+__all__ = ["convert", "load", "save"]
+_LAZY = {
+    "convert": "penstock.weights.conversion",
+    "load": "penstock.weights.importing",
+    "save": "penstock.weights.export",
+}
 
 
 def __getattr__(name: str) -> Any:
