@@ -729,7 +729,10 @@ def _saved_bytes(planner: Planner) -> int:
 def _device_of(model: torch.nn.Module | None) -> torch.device:
     if model is not None:
         for parameter in model.parameters():
-            return parameter.device
+            if not parameter.is_meta:  # else its weights are elsewhere, and have no device
+                return parameter.device
+        if any(True for _ in model.parameters()):
+            return torch.device("cpu")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -18,6 +18,7 @@ from penstock.io.files import open_path
 from penstock.observe.clients import WEIGHTS
 from penstock.store.blob import StrPath
 from penstock.store.checksums import RunningSum
+from penstock.weights.dispatched import check_hooks, files_of, is_dispatched, remove_hooks
 from penstock.weights.homes import Home, WeightFiles, flat_bytes, use_count
 from penstock.weights.inplace import LEAST_BYTES, SourceFile, SourceHome
 from penstock.weights.pieces import PieceReader, PieceWriter
@@ -67,11 +68,15 @@ def load(
     The files stay open, are never written, and must not be changed: that is an error where a weight is
     next used. A weight whose values the program changes gets memory, or in a session a home.
 
+    A model that accelerate has offloaded to disk is one on ``meta``, and the folder of that may be the
+    source. Hooks of accelerate are removed. Accelerate has untied weights: tie them again.
+
     After an error in the middle, parameters on ``meta`` are as they were; the values of others are mixed.
 
     Args:
         model: The model.
-        source: A ``.safetensors`` file, a list of them, or a folder as of Hugging Face, with its index.
+        source: A ``.safetensors`` file, a list of them, a folder as of Hugging Face, with its
+            index, or one of accelerate's disk offload.
         directory: Where parameters on ``meta`` get their homes; one directory or several.
         floor: Least size of a parameter on ``meta`` that gets a home; None: the knob ``PENSTOCK_FLOOR``.
         in_place: Let parameters that are not trained rest in the source.
@@ -85,11 +90,44 @@ def load(
         NoSpaceError: The directory has no room.
         TransferError: A file cannot be read or written.
     """
-    files = open_source(source)
     targets = state_of(model)
-    chosen = _match(files, targets)
     is_meta = any(tensor.is_meta for tensor in targets.values())
-    loading = _Loading(model, directory if is_meta else None, floor)
+    places = None if directory is None or not is_meta else WeightFiles(directory)
+    floor_bytes = knobs.floor_bytes() if floor is None else parse_bytes(floor, what="floor")
+    _load(model, open_source(source), places, floor_bytes=floor_bytes, in_place=in_place)
+
+
+def load_dispatched(model: Module, places: WeightFiles, *, floor_bytes: int) -> None:
+    """Take over a model whose weights accelerate has offloaded to disk, if it is one.
+
+    Parameters that are not trained rest in accelerate's files; the others are copied.
+
+    Args:
+        model: The model.
+        places: Where others get their homes.
+        floor_bytes: Least size of a parameter that gets a home.
+
+    Raises:
+        ConfigError, DamagedError, MismatchError, NoSpaceError, TransferError: As ``load``.
+    """
+    if is_dispatched(model):
+        _load(model, files_of(model), places, floor_bytes=floor_bytes, in_place=True)
+
+
+def _load(
+    model: Module,
+    files: Sequence[WeightFile],
+    places: WeightFiles | None,
+    *,
+    floor_bytes: int,
+    in_place: bool,
+) -> None:
+    targets = state_of(model)
+    is_offloaded = is_dispatched(model)
+    if is_offloaded:
+        check_hooks(model)
+    chosen = _match(files, targets, others_have_values=is_offloaded)
+    loading = _Loading(model, places, floor_bytes)
     if in_place:
         loading.leave_in_place(files, chosen, targets)
     loading.check(targets)
@@ -100,6 +138,8 @@ def load(
             if wanted:
                 loading.read(file, wanted, targets, writer)
     loading.finish()
+    if is_offloaded:
+        remove_hooks(model)
 
 
 def state_of(model: Module) -> dict[str, Tensor]:
@@ -118,16 +158,28 @@ def state_of(model: Module) -> dict[str, Tensor]:
     return state
 
 
-def _match(files: Sequence[WeightFile], targets: Mapping[str, Tensor]) -> set[str]:
+def _match(
+    files: Sequence[WeightFile], targets: Mapping[str, Tensor], *, others_have_values: bool
+) -> set[str]:
     """Return the names that are loaded: all in the files, but one of each tied weight.
+
+    Args:
+        files: The files.
+        targets: Parameters and buffers of the model.
+        others_have_values: What is not in the files need not be, unless it is on ``meta``.
 
     Raises:
         MismatchError: The files are of another model.
     """
     stored = {tensor.name: tensor for file in files for tensor in file.tensors}
     last = {id(target): name for name, target in targets.items() if name in stored}
+    missing = [
+        name
+        for name, each in targets.items()
+        if id(each) not in last and (each.is_meta or not others_have_values)
+    ]
     problems = [
-        *_list("missing", [name for name, each in targets.items() if id(each) not in last]),
+        *_list("missing", missing),
         *_list("unexpected", [name for name in stored if name not in targets]),
         *_list("different", list(_differences(stored, targets))),
     ]
@@ -162,14 +214,12 @@ class _Loading:
     def __init__(
         self,
         model: Module,
-        directory: StrPath | Sequence[StrPath] | None,
-        floor: int | str | None,
+        places: WeightFiles | None,
+        floor_bytes: int,
     ) -> None:
         self._model = model
-        self._floor_bytes = (
-            knobs.floor_bytes() if floor is None else parse_bytes(floor, what="floor")
-        )
-        self._files = None if directory is None else WeightFiles(directory)
+        self._floor_bytes = floor_bytes
+        self._files = places
         self._made: dict[
             int, Tensor
         ] = {}  # by the id of a tensor on meta, which the model keeps alive

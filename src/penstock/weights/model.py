@@ -13,6 +13,7 @@ from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import format_bytes
 from penstock.homed import home_of, paused_holders
 from penstock.weights.homes import Home, WeightFiles, is_dense, use_count
+from penstock.weights.importing import load_dispatched
 
 _NAMED: Final = 3
 """Weights that a warning names."""
@@ -28,7 +29,8 @@ def rest_weights(
     """Let the large weights of a model rest in files, and return their homes.
 
     Weights that already have a home, as of a model that was built on flash, keep it. Weights below
-    ``floor_bytes`` stay in memory, and so does what shares its storage with other tensors.
+    ``floor_bytes`` stay in memory, and so does what shares its storage with other tensors. A model that
+    accelerate has offloaded to disk is taken over.
 
     Args:
         model: Its parameters are on the CPU.
@@ -41,6 +43,7 @@ def rest_weights(
         NoSpaceError: The directories have no room; nothing was moved.
         TransferError: A weight could not be written; it and those after it are still in memory.
     """
+    load_dispatched(model, files, floor_bytes=floor_bytes)
     shared: list[tuple[str, Parameter]] = []
     found = list(_large(model, floor_bytes, shared))
     check([(parameter.nbytes, name) for name, parameter in found])

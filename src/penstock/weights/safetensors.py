@@ -1,8 +1,10 @@
-"""The format of safetensors, and folders of such files in the layout of Hugging Face.
+"""The format of safetensors, and folders of such files in the layout of Hugging Face, or of accelerate.
 
 A file is the length of its header (8 bytes), the header in JSON, and the values: of each tensor in a
-range that the header names, one behind the other, without holes. Headers come from anywhere: nothing that
-one says is believed before it was compared with the file. Imports no torch.
+range that the header names, one behind the other, without holes. A folder that accelerate's disk offload
+made has a file for each tensor, of its values alone, and an index of types and shapes. Headers and
+indexes come from anywhere: nothing that one says is believed before it was compared with the file.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError, DamagedError, TransferError, transfer_error
@@ -22,6 +24,8 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 ALIGNMENT_BYTES: Final = 4096
 """Multiple at which tensors that are written here begin, as far as the format allows."""
+OFFLOAD_NAME: Final = "index.json"
+"""Name of the index that accelerate's disk offload makes."""
 PART_SUFFIX: Final = ".safetensors.part"
 """End of the names of files that are being written here, until all are complete."""
 _SUFFIX: Final = ".safetensors"
@@ -33,6 +37,17 @@ ITEM_BYTES: Final = {
     **{"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
 }
 """Bytes of an element, by the code of its type."""
+_OFFLOAD_CODES: Final = {
+    **{
+        f"{kind}{size}": f"{kind[0].upper()}{size}"
+        for kind in ("int", "uint")
+        for size in (8, 16, 32, 64)
+    },
+    **{f"float{size}": f"F{size}" for size in (16, 32, 64)},
+    **{"bfloat16": "BF16", "bool": "BOOL", "complex64": "C64"},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"},
+}
+"""Codes of types, by their names in accelerate's index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +92,7 @@ def open_source(
     Args:
         source: A ``.safetensors`` file; a list of them; or a folder, which has an index
             (``model.safetensors.index.json``), or ``model.safetensors``, or else any files of that
-            suffix.
+            suffix, or else those of accelerate's disk offload (``index.json``).
 
     Returns:
         The files; no name is in two of them.
@@ -89,6 +104,9 @@ def open_source(
         TransferError: A file cannot be read.
     """
     paths = given_paths(source, "source of weights")
+    folder = offload_folder(source)
+    if folder is not None:
+        return read_offloaded(folder, _read_json(os.path.join(folder, OFFLOAD_NAME)))
     expected: Mapping[str, str] | None = None
     if len(paths) == 1 and os.path.isdir(paths[0]):
         folder = paths[0]
@@ -129,6 +147,82 @@ def open_source(
                 path=os.path.dirname(paths[0]),
             )
     return files
+
+
+def offload_folder(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> str | None:
+    """Return the path of a source if it is a folder that accelerate's disk offload made, else None."""
+    paths = given_paths(source, "source of weights")
+    if len(paths) != 1 or not os.path.isdir(paths[0]):
+        return None
+    names = os.listdir(paths[0])
+    is_other = any(name.endswith((_SUFFIX, PART_SUFFIX, INDEX_NAME)) for name in names)
+    return paths[0] if OFFLOAD_NAME in names and not is_other else None
+
+
+def read_offloaded(folder: str, index: Any) -> list[WeightFile]:
+    """Return the files of tensors that accelerate has offloaded.
+
+    Args:
+        folder: Where those without a safetensors file are.
+        index: Facts of each tensor, by its name: ``dtype`` and ``shape``, or ``safetensors_file`` and
+            ``weight_name``.
+
+    Raises:
+        ConfigError: A type is not known here.
+        DamagedError: A file does not have what the index says.
+        TransferError: A file cannot be read.
+    """
+    if not isinstance(index, dict):
+        raise DamagedError(f"the index of {folder!r} is no object", path=folder)
+    found: list[WeightFile] = []
+    names: dict[str, dict[str, str]] = {}
+    for name, said in index.items():
+        facts = said if isinstance(said, dict) else {}
+        source = facts.get("safetensors_file")
+        if isinstance(source, str):
+            names.setdefault(source, {})[str(facts.get("weight_name", name))] = name
+        else:
+            found.append(_offloaded(folder, name, facts))
+    for path, those in names.items():
+        file = read_header(path)
+        tensors = tuple(
+            replace(each, name=those[each.name]) for each in file.tensors if each.name in those
+        )
+        found.append(replace(file, tensors=tensors))
+        if len(tensors) < len(those):
+            raise DamagedError(f"{path!r} has not all that the index says", path=path)
+    return found
+
+
+def _offloaded(folder: str, name: str, facts: Mapping[str, Any]) -> WeightFile:
+    path = os.path.join(folder, f"{name}.dat")
+    if os.path.basename(path) != f"{name}.dat":
+        raise DamagedError(
+            f"the index of {folder!r} names {name!r}, which is elsewhere", path=folder
+        )
+    shape, kind = facts.get("shape"), facts.get("dtype")
+    if not isinstance(shape, list) or not all(type(each) is int and each >= 0 for each in shape):
+        raise DamagedError(
+            f"the index of {folder!r} says that {name!r} has shape {shape!r}", path=folder
+        )
+    code = _OFFLOAD_CODES.get(kind) if isinstance(kind, str) else None
+    if code is None:
+        raise ConfigError(f"{path!r} is of type {kind!r}, which is not known here")
+    try:
+        fd = open_regular(path, os.O_RDONLY, 0)
+        try:
+            size = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise _unread(path, error) from error
+    nbytes = ITEM_BYTES[code] * math.prod(shape)
+    if size != nbytes:
+        raise DamagedError(
+            f"{path!r} has {size} bytes, and by the index {nbytes}: offload the model again",
+            path=path,
+        )
+    return WeightFile(path, size, (StoredTensor(name, code, tuple(shape), 0, nbytes),))
 
 
 def read_header(path: str) -> WeightFile:
@@ -210,17 +304,23 @@ def _damaged(path: str, why: str) -> DamagedError:
     return DamagedError(f"{path!r} is no intact safetensors file: {why}; fetch it again", path=path)
 
 
-def _read_index(path: str) -> dict[str, str]:
-    """Return the name of the file of each tensor."""
+def _unread(path: str, error: OSError) -> TransferError:
+    return transfer_error(errno=error.errno or 0, op="read", path=path, offset_bytes=0, nbytes=0)
+
+
+def _read_json(path: str) -> Any:
     try:
         with open(path, "rb") as file:
-            found = parse_json(file.read(), object_pairs_hook=_unique)
+            return parse_json(file.read(), object_pairs_hook=_unique)
     except OSError as error:
-        raise transfer_error(
-            errno=error.errno or 0, op="read", path=path, offset_bytes=0, nbytes=0
-        ) from error
+        raise _unread(path, error) from error
     except ValueError as error:
         raise DamagedError(f"{path!r} does not parse: {error}", path=path) from error
+
+
+def _read_index(path: str) -> dict[str, str]:
+    """Return the name of the file of each tensor."""
+    found = _read_json(path)
     files = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(files, dict) or not files:
         raise DamagedError(f"{path!r} has no weight_map", path=path)

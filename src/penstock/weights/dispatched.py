@@ -1,0 +1,82 @@
+"""Models whose weights accelerate has offloaded to disk: their files, and the hooks that bring them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from torch.nn import Module
+
+from penstock.core.errors import ConfigError
+from penstock.weights.safetensors import WeightFile, read_offloaded
+
+_HOOK: Final = "_hf_hook"
+_FORWARD: Final = "_old_forward"
+_KNOWN: Final = ("AlignDevicesHook", "SequentialHook")
+_ADDED: Final = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron", "hf_device_map")
+"""Attributes that accelerate adds to a model, which are not to be there without its hooks."""
+
+
+def is_dispatched(model: Module) -> bool:
+    """Return whether parameters of a model are on ``meta``, and hooks of accelerate bring them."""
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    return is_meta and any(_HOOK in module.__dict__ for module in model.modules())
+
+
+def check_hooks(model: Module) -> None:
+    """Raise ConfigError if accelerate has hooks in a model that do more than to bring weights."""
+    for name, module in model.named_modules():
+        for hook in _hooks_of(module):
+            if type(hook).__name__ not in _KNOWN:
+                raise ConfigError(
+                    f"{name or 'the model'} has a {type(hook).__name__} of accelerate, which does more"
+                    " than to bring weights: remove it before"
+                )
+
+
+def _hooks_of(module: Module) -> Iterator[Any]:
+    found = module.__dict__.get(_HOOK)
+    if found is not None:
+        yield found
+        yield from getattr(found, "hooks", ())
+
+
+def files_of(model: Module) -> list[WeightFile]:
+    """Return the files to which accelerate has offloaded a model's weights.
+
+    Raises:
+        ConfigError: Some are in memory, or a type is not known here.
+        DamagedError: A file is not intact.
+        TransferError: A file cannot be read.
+    """
+    found: dict[str, WeightFile] = {}
+    seen: set[int] = set()
+    for module in model.modules():
+        for hook in _hooks_of(module):
+            values = getattr(hook, "weights_map", None)
+            values = getattr(values, "dataset", values)
+            if values is None or id(values) in seen:
+                continue
+            seen.add(id(values))
+            if getattr(values, "state_dict", None) or not hasattr(values, "index"):
+                raise ConfigError(
+                    "accelerate has weights of this model in memory, for another device: with"
+                    " weights='flash' let it offload them to disk only, and run on the CPU"
+                )
+            for file in read_offloaded(str(values.save_folder or ""), values.index):
+                found[file.path] = file
+    return list(found.values())
+
+
+def remove_hooks(model: Module) -> None:
+    """Take accelerate's hooks out of a model; its own function would bring all weights to memory."""
+    for module in model.modules():
+        state = module.__dict__
+        state.pop(_HOOK, None)
+        forward = state.pop(_FORWARD, None)
+        if forward is not None:
+            del module.forward
+            if getattr(forward, "__func__", None) is not type(module).forward:
+                module.forward = forward
+        for name in _ADDED:
+            state.pop(name, None)

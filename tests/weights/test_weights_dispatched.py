@@ -1,0 +1,225 @@
+"""Models that accelerate has offloaded to disk, as its hooks and folders say."""
+
+import functools
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from weights_rig import (
+    FLOOR,
+    WEIGHT_BYTES,
+    WIDTH,
+    Chain,
+    assert_same,
+    built,
+    homes_of,
+    inputs,
+    loss_of,
+    on_flash,
+    state_of,
+)
+
+import penstock
+from penstock import weights
+from penstock.homed import home_of
+from penstock.weights.inplace import SourceHome
+
+LIMIT = 3 * WEIGHT_BYTES
+
+
+class Mixed(Chain):
+    """A chain with weights of several types and lengths, and buffers, of which one is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.last = nn.Linear(WIDTH, 33, dtype=torch.bfloat16)
+        self.register_buffer("steps", torch.arange(3))
+        self.register_buffer("own", torch.ones(2), persistent=False)
+
+    def forward(self, x):
+        return self.last((super().forward(x) * self.scale).bfloat16()).float()
+
+
+def write_as_accelerate(state, folder):
+    """A file of the values of each tensor, and ``index.json``, as ``accelerate`` 1.15 writes them."""
+    folder.mkdir()
+    index = {}
+    for name, each in state.items():
+        kind = str(each.dtype).removeprefix("torch.")
+        index[name] = {"dtype": kind, "shape": list(each.shape)}
+        (folder / f"{name}.dat").write_bytes(each.reshape(-1).view(torch.uint8).numpy().tobytes())
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+class Loader:
+    """As accelerate's ``OffloadedWeightsLoader``."""
+
+    def __init__(self, folder, index=None):
+        self.state_dict = {}
+        self.save_folder = str(folder)
+        self.index = index or json.loads((folder / "index.json").read_text())
+
+
+class Prefixed:
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+
+class AlignDevicesHook:
+    def __init__(self, dataset):
+        self.weights_map = dataset and Prefixed(dataset)
+
+    def detach_hook(self, module):
+        raise AssertionError("this would bring the weights to memory")
+
+
+class LayerwiseCastingHook:
+    pass
+
+
+def dispatched(make, folder, *, index=None, hook=None):
+    """A model as after ``accelerate.disk_offload``: on meta, with hooks around each forward."""
+    model = built(make)
+    if index is None:
+        write_as_accelerate(model.state_dict(), folder)
+    dataset = Loader(folder, index)
+    for module in model.modules():
+        for name, each in module._parameters.items():
+            if each is not None:
+                module._parameters[name] = nn.Parameter(each.to("meta"), each.requires_grad)
+        module._old_forward = module.forward
+        module._hf_hook = (hook or AlignDevicesHook)(dataset) if hook is None else hook()
+        module.forward = functools.partial(forward_of_hooks, module)
+    model.hf_device_map = {"": "disk"}
+    return model
+
+
+def forward_of_hooks(module, *args):
+    raise AssertionError("the hooks are removed")
+
+
+def assert_clean(model):
+    for module in model.modules():
+        assert not {"_hf_hook", "_old_forward", "forward", "hf_device_map"} & module.__dict__.keys()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_session_takes_the_model_over(is_frozen, disk_path):
+    """What is not trained rests in accelerate's files; the rest is copied, and trained as plain."""
+    plain = built(Mixed)
+    model = dispatched(Mixed, disk_path / "offloaded")
+    before = {each.name: each.stat() for each in os.scandir(disk_path / "offloaded")}
+    for each in (model, plain):
+        each.layers.requires_grad_(not is_frozen)
+    with on_flash(model, disk_path, limit=LIMIT) as session:
+        homes = homes_of(session)
+        assert len(homes) == 7
+        assert sum(isinstance(home, SourceHome) for home in homes.values()) == 6 * is_frozen
+        for x in inputs(2):
+            for each in (model, plain):
+                loss_of(each, x).backward()
+                torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1).step()
+    assert_clean(model)
+    assert_same(state_of(model), state_of(plain))
+    after = {each.name: each.stat() for each in os.scandir(disk_path / "offloaded")}
+    assert {n: (s.st_mtime_ns, s.st_size) for n, s in after.items()} == {
+        n: (s.st_mtime_ns, s.st_size) for n, s in before.items()
+    }
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_load_takes_the_model_over(is_in_place, disk_path):
+    plain, folder = built(Mixed), disk_path / "offloaded"
+    model = dispatched(Mixed, folder).requires_grad_(False)
+    weights.load(model, folder, directory=disk_path, floor=FLOOR, in_place=is_in_place)
+    assert_clean(model)
+    assert isinstance(home_of(model.layers[0].weight), SourceHome) == is_in_place
+    assert_same(state_of(model), state_of(plain))
+    x = inputs(1)[0]
+    assert torch.equal(model(x), plain(x))
+
+
+def test_weights_in_safetensors_under_other_names(disk_path):
+    """As transformers leaves weights where they were downloaded to."""
+    plain, path = built(Chain), str(disk_path / "x.safetensors")
+    save_file({f"old.{name}": each for name, each in plain.state_dict().items()}, path)
+    index = {
+        name: {"safetensors_file": path, "weight_name": f"old.{name}"}
+        for name, _ in plain.named_parameters()
+    }
+    model = dispatched(Chain, disk_path, index=index).requires_grad_(False)
+    with on_flash(model, disk_path, limit=LIMIT):
+        x = inputs(1)[0]
+        assert torch.equal(model(x), plain(x))
+
+
+def test_only_some_modules_are_on_disk(disk_path):
+    """The others, and their buffers, have their values in memory."""
+    plain, folder = built(Mixed), disk_path / "offloaded"
+    model = dispatched(Mixed, folder)
+    model.last = built(Mixed).last
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(
+        json.dumps({name: each for name, each in index.items() if name.startswith("layers")})
+    )
+    with pytest.raises(penstock.MismatchError, match="missing: scale"):
+        weights.load(model, folder, directory=disk_path, floor=FLOOR)
+    model.scale = built(Mixed).scale
+    weights.load(model, folder, directory=disk_path, floor=FLOOR)
+    assert_clean(model)
+    assert_same(state_of(model), state_of(plain))
+
+
+def test_hooks_that_do_more_are_not_removed(disk_path):
+    model = dispatched(Chain, disk_path / "offloaded", hook=LayerwiseCastingHook)
+    with pytest.raises(penstock.ConfigError, match="the model has a LayerwiseCastingHook"):
+        weights.load(model, disk_path / "offloaded", directory=disk_path)
+    assert all("_hf_hook" in module.__dict__ for module in model.modules())
+    assert all(each.is_meta for each in model.parameters())
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"dtype": "float12"}, penstock.ConfigError, "type 'float12'"),
+    ({"shape": [2, 3]}, penstock.DamagedError, "by the index 24"),
+    ({"shape": [-1, 64]}, penstock.DamagedError, "has shape"),
+    (None, penstock.DamagedError, "has shape None"),
+], ids=["type", "length", "shape", "nothing"])  # fmt: skip
+def test_an_index_that_lies_is_told(change, error, message, disk_path):
+    folder = disk_path / "offloaded"
+    write_as_accelerate(built(Chain).state_dict(), folder)
+    index = json.loads((folder / "index.json").read_text())
+    index["layers.0.weight"] = change and index["layers.0.weight"] | change
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(error, match=message):
+        weights.load(built(Chain), folder)
+    (folder / "index.json").write_text(json.dumps({"../x": {"dtype": "int8", "shape": [1]}}))
+    with pytest.raises(penstock.DamagedError, match="elsewhere"):
+        weights.load(built(Chain), folder)
+
+
+@pytest.mark.filterwarnings("ignore:The following device_map keys")
+@pytest.mark.parametrize("way", ["disk_offload", "dispatch_model"])
+def test_what_accelerate_itself_has_offloaded(way, disk_path):
+    accelerate = pytest.importorskip("accelerate")
+    plain, model, folder = built(Mixed), built(Mixed), str(disk_path / "offloaded")
+    if way == "disk_offload":
+        accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+    else:
+        places = {name: "disk" for name, _ in model.named_children()}
+        places |= dict.fromkeys(("scale", "steps", "own"), "cpu")
+        accelerate.dispatch_model(
+            model, places, main_device="cpu", offload_dir=folder, force_hooks=True
+        )
+    x = inputs(1)[0]
+    loss_of(plain, x).backward()
+    expected = plain(x).detach()
+    assert torch.equal(model(x), expected)
+    with on_flash(model, disk_path, limit=LIMIT):
+        assert torch.equal(model(x), expected)
+        loss_of(model, x).backward()
+    assert_clean(model)
+    assert_same(state_of(model), state_of(plain))
