@@ -9,7 +9,9 @@ from typing import Any
 from _results import RESULTS
 
 FIGURE = re.compile(r"\{([^{}]+?)(?::([^:/{}]+(?:/s)?))?\}")
-ROW = re.compile(r"^\| (?P<result>[^|]+?)(?: @ (?P<commit>[^|]+?))? \|(?P<cells>.*)\|$")
+ROW = re.compile(
+    r"^\| (?P<later>\?)?(?P<result>[^|]+?)(?: @ (?P<commit>[^|]+?))? \|(?P<cells>.*)\|$"
+)
 
 UNITS: Mapping[str, Callable[[float], str]] = {
     "GB/s": lambda value: f"{value / 1e9:.1f} GB/s",
@@ -30,12 +32,17 @@ NAMES = {
 }
 
 
-def filled(row: str, *, source: bool = True) -> str:
-    """A template's row with its figures, and with ``source`` the machine, commit and date of its file."""
+def filled(row: str, *, source: bool = True) -> str | None:
+    """A template's row with its figures, and with ``source`` the machine, commit and date of its file.
+
+    None if the row begins with ``?`` and its file is not written yet.
+    """
     parts = ROW.match(row)
     if parts is None:
         raise SystemExit(f"not a row of a result: {row}")
     file, _, base = parts["result"].partition("/")
+    if parts["later"] and not (RESULTS / f"{file}.json").exists():
+        return None
     result = _load(file)
     figures = _at(result["figures"], base, file) if base else result["figures"]
 
@@ -72,8 +79,9 @@ def _at(figures: Any, path: str, where: str) -> Any:
 @cache
 def _load(file: str) -> dict[str, Any]:
     result = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
-    if file in DERIVED:
-        DERIVED[file](result["figures"])
+    derive = DERIVED.get("weights" if file.startswith("weights_") else file)
+    if derive is not None:
+        derive(result["figures"])
     return result
 
 
@@ -177,6 +185,42 @@ def _arena(figures: dict[str, Any]) -> None:
     figures["derived"] = {"arena_us": ours / 1e3, "torch_us": torch / 1e3, "times": torch / ours}
 
 
+def _weights(figures: dict[str, Any]) -> None:
+    """Of the other sides their steps, and what training with accelerate changes."""
+    others = []
+    for side, name in WEIGHTS_SIDES.items():
+        found = figures.get(side)
+        if found is None:
+            continue
+        if "failed" in found:
+            others.append(f"{name} failed: {found['failed']}".replace("|", " "))
+        elif "gradients" in found:
+            others.append(
+                f"{name} trains nothing, and says nothing: {found['gradients']:.0f} of"
+                f" {found['tensors']:.0f} tensors get a gradient, {found['changed_files']:.0f} files"
+                " change"
+            )
+        else:
+            others.append(
+                f"{name} {found['step_s']:.2f} s (Penstock {found['flash_ratio']:.2f} x; differs by"
+                f" {found['largest_difference']:.1g})"
+            )
+    plan = figures.get("plan", {})
+    ratios = {name: plan.get(f"measured_of_{name}") for name in ("step_s", "read_bytes")}
+    said = [f"{name} {ratios[key]:.2f} x" for key, name in PLANNED.items() if ratios[key]]
+    figures["derived"] = {"others": "; ".join(others), "plan": ", ".join(said) or "not asked"}
+
+
+WEIGHTS_SIDES = {
+    "plain": "plain, all in memory:",
+    "mapped": "mapped files",
+    "accelerate": "accelerate",
+    "airllm": "AirLLM",
+    "slowllama": "slowllama",
+    "deepspeed": "DeepSpeed",
+}
+PLANNED = {"step_s": "time", "read_bytes": "bytes read"}
+
 DERIVED: Mapping[str, Callable[[dict[str, Any]], None]] = {
     "arena": _arena,
     "checkpoint": _checkpoint,
@@ -188,5 +232,6 @@ DERIVED: Mapping[str, Callable[[dict[str, Any]], None]] = {
     "planning": _planning,
     "suspend": _suspend,
     "suspend_epyc": _suspend,
+    "weights": _weights,
 }
 """By result file, what adds the figures that follow from others, under ``derived``."""

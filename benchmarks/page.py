@@ -7,7 +7,8 @@
 ``page.md`` beside this script is the template. A row of a table there begins with a result file in
 ``benchmarks/results/`` and, after a slash, a path in its figures; ``@`` and a path follow where the file
 names a commit for each part. A figure is ``{path}`` or ``{path:format}``; the format is Python's, or a
-unit of `_page.UNITS`. What follows the mark at the end of the page is written by hand there, and kept.
+unit of `_page.UNITS`. A row that begins with ``?`` is left out until its file is written. What follows
+the mark at the end of the page is written by hand there, and kept.
 """
 
 import argparse
@@ -48,7 +49,8 @@ def page(template: str, old: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         lines = [COLUMNS, "|" + "---|" * (COLUMNS.count("|") - 1)]
-        return "\n".join([*lines, *map(_page.filled, match["rows"].splitlines())]) + "\n"
+        rows = filter(None, map(_page.filled, match["rows"].splitlines()))
+        return "\n".join([*lines, *rows]) + "\n"
 
     _, _, kept = old.partition(MARK)
     return TABLE.sub(table, template) + MARK + (kept or "\n")
@@ -56,7 +58,8 @@ def page(template: str, old: str) -> str:
 
 def readme(template: str, old: str) -> str:
     """The README with its measured rows."""
-    rows = [_page.filled(row, source=False) for row in TABLE.search(template)["rows"].splitlines()]
+    wanted = TABLE.search(template)["rows"].splitlines()
+    rows = [row for row in (_page.filled(each, source=False) for each in wanted) if row]
     text, found = README_TABLE.subn(lambda old: old["head"] + "\n".join(rows) + "\n", old)
     if found != 1:
         sys.exit(f"README.md has {found} tables of measured rows; one is needed")

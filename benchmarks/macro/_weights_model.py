@@ -86,27 +86,53 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-class Adapted(nn.Module):
-    """A linear layer with a low-rank adapter."""
+class Adapter(nn.Module):
+    """A low-rank addition to a linear layer, of zeros at first."""
 
-    def __init__(self, base, rank=8):
+    def __init__(self, width, dtype, rank=8):
         super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False, dtype=base.weight.dtype)
-        self.up = nn.Linear(rank, base.out_features, bias=False, dtype=base.weight.dtype)
+        self.down = nn.Linear(width, rank, bias=False, dtype=dtype)
+        self.up = nn.Linear(rank, width, bias=False, dtype=dtype)
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+        return self.up(self.down(x))
+
+
+class Adapted(nn.Module):
+    """The projections of attention, with adapters of queries and values."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.query = Adapter(base.in_features, base.weight.dtype)
+        self.value = Adapter(base.in_features, base.weight.dtype)
+
+    def forward(self, x):
+        query, key, value = self.base(x).chunk(3, dim=-1)
+        return torch.cat((query + self.query(x), key, value + self.value(x)), dim=-1)
 
 
 def adapt(model):
-    """Freeze a decoder, and add adapters to the projections of attention."""
+    """Freeze a decoder, and add adapters of queries and values."""
     model.requires_grad_(False)
     for block in model.blocks:
-        block.qkv, block.out = Adapted(block.qkv), Adapted(block.out)
+        block.qkv = Adapted(block.qkv)
 
 
 def loss_of(model, ids):
     logits = model(ids)
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def planned(name, dtype, mode, tokens):
+    """A decoder, ids for it, and its loss: a network of ``penstock plan``."""
+    model = Decoder(SHAPES[name], getattr(torch, dtype))
+    if mode == "lora":
+        adapt(model)
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    return model, ids, loss_of if mode in ("full", "lora") else logits_of
+
+
+def logits_of(model, ids):
+    return model(ids).sum()
