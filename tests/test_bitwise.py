@@ -94,10 +94,16 @@ def train(model, optimizer, batch_size, *, steps, dtype):
     return trace
 
 
+def batch_size_of(family, dtype):
+    """A batch for runs without a budget: small where many processors are slow."""
+    batch = SIZES[family].batch
+    return batch if dtype is torch.float32 else batch // 6
+
+
 @lru_cache(maxsize=2)
-def without_penstock(family, *, steps, dtype):
+def without_penstock(family, *, steps, dtype, batch=None):
     model, optimizer = prepare(family)
-    return train(model, optimizer, SIZES[family].batch, steps=steps, dtype=dtype)
+    return train(model, optimizer, batch or SIZES[family].batch, steps=steps, dtype=dtype)
 
 
 def check_family(session_for, family, policy, *, steps, dtype=torch.float32):
@@ -142,7 +148,7 @@ def test_several_threads_train_bit_for_bit(session_for, family):
     without_penstock.cache_clear()
 
 
-@pytest.mark.parametrize("family", ["vgg116", "resnet272", "bert-base", "gpt2"])
+@pytest.mark.parametrize("family", ["resnet272", "bert-base", "gpt2"])
 def test_bfloat16_autocast_trains_bit_for_bit(session_for, family):
     check_family(session_for, family, "auto", steps=FAST_STEPS, dtype=torch.bfloat16)
 

@@ -21,7 +21,7 @@ from penstock.runtime import digests
 from penstock.runtime.movers import CpuMover
 from penstock.runtime.recompute import RECOMPUTED
 from recompute_plans import FLASH, HOST, assert_nothing_unknown, following, profiled, runs_again
-from test_bitwise import SIZES, prepare, train, without_penstock
+from test_bitwise import SIZES, batch_size_of, prepare, train, without_penstock
 
 STEPS = 3
 
@@ -59,16 +59,18 @@ def by_recipes(plan, profile, tier_of=lambda number: "", only=""):
 
 def plan_of(session_for, family, tier_of=lambda number: "", dtype=torch.float32):
     model, optimizer = prepare(family)
-    run = lambda: train(model, optimizer, SIZES[family].batch, steps=1, dtype=dtype)  # noqa: E731
+    batch = batch_size_of(family, dtype)
+    run = lambda: train(model, optimizer, batch, steps=1, dtype=dtype)  # noqa: E731
     plan, profile = profiled(session_for, model, run, optimizer)
     return by_recipes(plan, profile, tier_of)
 
 
 def check(disk, family, plan, *, dtype=torch.float32, **settings):
-    expected = without_penstock(family, steps=STEPS, dtype=dtype)
+    batch = batch_size_of(family, dtype)
+    expected = without_penstock(family, steps=STEPS, dtype=dtype, batch=batch)
     model, optimizer = prepare(family)
     with following(disk, plan, model, optimizer, **settings) as session:
-        found = train(model, optimizer, SIZES[family].batch, steps=STEPS, dtype=dtype)
+        found = train(model, optimizer, batch, steps=STEPS, dtype=dtype)
         found.assert_same_bits(expected)
         assert runs_again(session) == STEPS * len(plan.recomputed) > 0
         assert_nothing_unknown(session)

@@ -24,7 +24,7 @@ from recompute_plans import (
     recomputing,
     runs_again,
 )
-from test_bitwise import SIZES, prepare, train, without_penstock
+from test_bitwise import SIZES, batch_size_of, prepare, train, without_penstock
 
 BLOCKS = {
     "resnet18": r"ResNet\.groups\.\d\.\d",
@@ -57,17 +57,18 @@ def ancestors(path):
 
 def plan_of(session_for, family, tier_of=lambda number: "", *, every=1, dtype=torch.float32):
     model, optimizer = prepare(family)
-    batch = SIZES[family].batch
+    batch = batch_size_of(family, dtype)
     run = lambda: train(model, optimizer, batch, steps=1, dtype=dtype)  # noqa: E731
     plan, profile = profiled(session_for, model, run, optimizer)
     return recomputing(plan, profile, *paths_of(family, profile)[::every], tier_of=tier_of)
 
 
 def check(disk, family, plan, *, dtype=torch.float32, **settings):
-    expected = without_penstock(family, steps=STEPS, dtype=dtype)
+    batch = batch_size_of(family, dtype)
+    expected = without_penstock(family, steps=STEPS, dtype=dtype, batch=batch)
     model, optimizer = prepare(family)
     with following(disk, plan, model, optimizer, **settings) as session:
-        found = train(model, optimizer, SIZES[family].batch, steps=STEPS, dtype=dtype)
+        found = train(model, optimizer, batch, steps=STEPS, dtype=dtype)
         found.assert_same_bits(expected)
         assert runs_again(session) == STEPS * len(plan.recomputed)
         assert session.summary().recomputed.count == STEPS * len(plan.recomputed)
