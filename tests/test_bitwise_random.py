@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload_runs import assert_nothing_held, assert_within_budget, same_bits
 from penstock.core.units import KIB, MIB
+from tries import tries
 
 WIDTH = 64
 
@@ -154,7 +155,7 @@ arguments = given(
 UNHEALTHY = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@settings(max_examples=25, suppress_health_check=UNHEALTHY)
+@settings(max_examples=tries(25), suppress_health_check=UNHEALTHY)
 @arguments
 def test_random_graphs_are_the_same_to_the_last_bit(session_for, graph, rows, passes, options):
     check(session_for, graph, rows, passes, options)
@@ -162,7 +163,7 @@ def test_random_graphs_are_the_same_to_the_last_bit(session_for, graph, rows, pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(max_examples=300, suppress_health_check=UNHEALTHY)
+@settings(max_examples=tries(300), suppress_health_check=UNHEALTHY)
 @arguments
 def test_many_random_graphs(session_for, graph, rows, passes, options):
     check(session_for, graph, rows, passes, options)

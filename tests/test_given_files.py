@@ -41,6 +41,7 @@ from penstock.plan.profile import Profile
 from penstock.report.run_file import read_run
 from penstock.runtime.user_plan import load_plan
 from penstock.store.flash import FlashTier
+from tries import tries
 
 MACHINE = Machine.preset("cpu")
 SLOT = SlotProfile(
@@ -204,7 +205,7 @@ def edits(draw):
 
 
 @pytest.mark.parametrize("name", READERS)
-@settings(max_examples=150)
+@settings(max_examples=tries(150))
 @given(edit=edits())
 def test_damaged_files_give_a_clear_error_or_a_valid_result(name, valid, edit, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / f"damaged-{name}"
@@ -213,7 +214,7 @@ def test_damaged_files_give_a_clear_error_or_a_valid_result(name, valid, edit, t
         READERS[name][1](str(path))
 
 
-@settings(max_examples=50)
+@settings(max_examples=tries(50))
 @given(edit=edits())
 def test_a_damaged_run_is_reported_or_refused_in_a_line(valid, edit, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "reported.jsonl"

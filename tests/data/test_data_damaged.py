@@ -25,6 +25,7 @@ from penstock.data import FlashDataset, FlashLoader
 from penstock.data.build import open_index
 from penstock.data.cache import check_owner
 from penstock.data.packing import pack
+from tries import tries
 
 
 def read_all(dataset):
@@ -311,7 +312,7 @@ def valid(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=tries(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edit=edits(), which=st.integers(0, 9))
 def test_damaged_files_give_a_clear_error_or_samples(name, valid, edit, which, tmp_path_factory):
     if name in NEEDS:

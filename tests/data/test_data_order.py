@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.core.errors import ConfigError
 from penstock.data import Epoch, FlashDataset, FlashLoader, Order, Share, quality_of, rates
 from penstock.data.permutation import Permutation
+from tries import tries
 
 
 @given(n=st.integers(0, 3000), key=st.integers(0, 2**64))
@@ -95,7 +96,7 @@ def test_epochs_and_seeds_differ():
     assert len(seen) == 8
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 @given(
     samples=st.integers(1, 400),
     worlds=st.lists(

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.io.extents import ExtentAllocator
+from tries import tries
 
 
 def test_everything_is_free_at_first():
@@ -159,4 +160,4 @@ class ExtentMachine(RuleBasedStateMachine):
 
 
 TestExtentMachine = ExtentMachine.TestCase
-TestExtentMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestExtentMachine.settings = settings(max_examples=tries(60), stateful_step_count=40, deadline=None)

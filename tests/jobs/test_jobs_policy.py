@@ -18,6 +18,7 @@ from penstock.jobs.policy import (
     next_to_wake,
     prefetch_allowance,
 )
+from tries import tries
 
 WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
@@ -27,7 +28,7 @@ WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 3.0])
     ticks_to_move=st.integers(1, 4),
     slice_s=st.sampled_from([0.5, 1.0, 3.0]),
 )
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 def test_who_cannot_be_together_share_time_by_weight_within_a_slice(
     weights, ticks_to_move, slice_s
 ):
@@ -94,7 +95,7 @@ def test_a_turn_of_several_is_as_long_as_the_moving_of_all_of_them_asks_for():
     ticks_to_move=st.integers(1, 3),
     flash=st.sampled_from([10**6, 200, 100]),
 )
-@settings(max_examples=200)
+@settings(max_examples=tries(200))
 def test_all_come_to_an_end_within_the_budget_and_nobody_waits_too_long(
     needs, rests, priorities, ticks_to_move, flash
 ):
@@ -330,7 +331,7 @@ class Meddling(RuleBasedStateMachine):
 
 
 class TestMeddling(Meddling.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=30)
+    settings = settings(max_examples=tries(60), stateful_step_count=30)
 
 
 @pytest.mark.parametrize("phase", list(JobPhase))

@@ -22,6 +22,7 @@ from penstock.observe.events import Level, Stage
 from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder
 from penstock.observe.records import read_events, read_log
+from tries import tries
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ TEXT = st.text(max_size=12)
 FIELD = st.one_of(TEXT, st.integers(), st.floats(), st.booleans(), st.none())
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=tries(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.sampled_from(list(Stage)), st.integers(0), st.integers(0), TEXT)),
     st.dictionaries(st.text(min_size=1, max_size=5), FIELD, max_size=4),

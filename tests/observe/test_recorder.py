@@ -16,6 +16,7 @@ from penstock.observe.events import Level, Mark, Span, Stage, StallCause
 from penstock.observe.recorder import EVENT_BYTES, Recorder
 from penstock.observe.totals import Flow, Stall
 from penstock.store.account import Account
+from tries import tries
 
 
 @pytest.fixture
@@ -240,7 +241,7 @@ def test_a_finalizer_that_reports_does_not_deadlock_or_nest():
     assert recorder.snapshot().counters == {"finalized": 3}
 
 
-@settings(max_examples=50)
+@settings(max_examples=tries(50))
 @given(
     st.lists(
         st.tuples(

@@ -8,6 +8,7 @@ from plan_profiles import MACHINE, MB, stack
 from penstock.plan import Budgets, policies
 from penstock.plan.address_space import GRANULE_BYTES, AddressSpace, first_fit, two_ended
 from penstock.plan.replay import Residence, replay
+from tries import tries
 
 KB = 1024
 
@@ -45,7 +46,7 @@ class Placing(RuleBasedStateMachine):
         assert self.space.top == len(self.bytes)
 
 
-Placing.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+Placing.TestCase.settings = settings(max_examples=tries(150), stateful_step_count=40)
 TestPlacing = Placing.TestCase
 
 

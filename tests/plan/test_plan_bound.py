@@ -15,11 +15,12 @@ from penstock.plan.assembly import draft
 from penstock.plan.choice_bound import min_step_ns as least_under
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.replay import replay
+from tries import tries
 
 AMPLE = 10**12
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(150), deadline=None)
 @given(
     networks() | profiles(),
     real_machines() | machines(),

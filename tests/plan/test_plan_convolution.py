@@ -22,6 +22,7 @@ from penstock.plan.algorithms import INDEXING_SHARE, fastest
 from penstock.plan.convolution import frugal, leanest, stepped_down, with_algorithms
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.replay import replay
+from tries import tries
 
 AMPLE = 10**12
 CARD = replace(MACHINE, compute=COMPUTE)
@@ -391,7 +392,7 @@ def test_little_workspace_for_little_time():
     assert took[0] <= took[1] <= took[0] * 33 / 32
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 @given(networks(), st.floats(0.2, 1.2), st.booleans())
 def test_limits_are_enough_and_none_is_for_nothing(profile, share, split):
     budgets = Budgets(int(share * profile.peak_saved_bytes), 0, AMPLE)

@@ -25,6 +25,7 @@ from penstock.plan.assembly import mask_of
 from penstock.plan.groups import groups_of
 from penstock.plan.residency import residency
 from penstock.plan.window import least_window, returning
+from tries import tries
 
 AMPLE = 10**12
 auto = policies.get("auto")
@@ -92,7 +93,7 @@ def test_a_plan_keeps_its_budget_or_says_that_it_cannot(profile, machine, device
             assert need.kept_bytes + room <= device
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 @given(profiles(max_slots=4, max_passes=2), machines(), st.integers(0, 3000))
 def test_auto_finds_a_plan_wherever_any_choice_would_do(profile, machine, device):
     """But for choices that offload what something else holds, which it never does."""

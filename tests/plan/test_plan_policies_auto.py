@@ -12,6 +12,7 @@ from penstock.plan import Budgets, policies
 from penstock.plan.assembly import draft
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.replay import replay
+from tries import tries
 
 AMPLE = 10**12
 auto = policies.get("auto")
@@ -35,7 +36,7 @@ def assert_none_is_better(profile, machine, budgets):
             assert found.step_ns <= other.step_ns, name
 
 
-@settings(max_examples=120)
+@settings(max_examples=tries(120))
 @given(
     networks(),
     real_machines(),
@@ -48,7 +49,7 @@ def test_no_policy_is_better_on_networks(profile, machine, share, host, flash):
     assert_none_is_better(profile, machine, Budgets(device, host, flash))
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 @given(
     profiles(),
     machines(),
@@ -71,7 +72,7 @@ def least_ns(case):
     return min(steps, default=None)
 
 
-@settings(max_examples=100)
+@settings(max_examples=tries(100))
 @given(networks(), real_machines(), st.floats(0.05, 1.1), st.sampled_from([0, 30 * MB, AMPLE]))
 def test_a_plan_that_says_it_fits_does_and_none_else(profile, machine, share, host):
     device = int(share * profile.peak_saved_bytes)

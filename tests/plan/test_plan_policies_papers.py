@@ -14,6 +14,7 @@ from penstock.plan.layers import Layer, prefetch_search
 from penstock.plan.policies.recompute import cost_aware, recompute_ns, sublinear
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.replay import replay
+from tries import tries
 
 AMPLE = 10**12
 
@@ -321,7 +322,7 @@ def test_sublinear_runs_all_again_and_cost_aware_what_it_must():
     assert case.residency(everything).hard_bytes < 0.6 * profile.saved_bytes
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 @given(networks(), st.floats(0.1, 1.2))
 def test_recompute_never_moves_a_byte_nor_runs_a_module_inside_another(profile, share):
     plan = plan_of("recompute", profile, Budgets(int(share * profile.saved_bytes), AMPLE, AMPLE))

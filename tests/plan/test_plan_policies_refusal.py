@@ -9,6 +9,7 @@ from plan_profiles import COMPUTE, MACHINE, MB, network, networks, stack
 
 from penstock.plan import Budgets, policies
 from penstock.plan.min_budget import min_budget
+from tries import tries
 
 AMPLE = 10**12
 
@@ -38,7 +39,7 @@ def test_what_a_module_makes_again_binds_as_well():
     assert named == "block.1.1#0 (38.15 MiB), block.0.0#0 (9.54 MiB), block.1.0#0 (9.54 MiB)"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=tries(40), deadline=None)
 @given(networks(max_layers=8), st.sampled_from(policies.names()), st.sampled_from([0, AMPLE]))
 def test_the_least_budget_does_and_is_what_the_note_says(profile, name, host):
     policy = policies.get(name)
@@ -51,7 +52,7 @@ def test_the_least_budget_does_and_is_what_the_note_says(profile, name, host):
         assert int(said) == least
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=tries(40), deadline=None)
 @given(networks(max_layers=8), st.floats(0.05, 0.9))
 def test_the_least_that_recompute_names_does_with_convolutions_too(profile, share):
     machine = replace(MACHINE, compute=COMPUTE)

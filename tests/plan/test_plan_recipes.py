@@ -15,6 +15,7 @@ from penstock.plan.plan import Decision
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.recipes import recipe_calls, recipe_members, recipe_name
 from penstock.plan.replay import replay
+from tries import tries
 
 AMPLE = 10**12
 paths = st.lists(st.sampled_from(["a.0", "a.1", "b", "net.relu"]), min_size=1, max_size=3)
@@ -73,7 +74,7 @@ def test_neighbours_in_a_chain_are_not_made_from_each_other():
     assert (len(makes), makes & reads) == (3, set())
 
 
-@settings(max_examples=200)
+@settings(max_examples=tries(200))
 @given(networks(), st.randoms(use_true_random=False))
 def test_together_says_what_the_note_says(profile, rng):
     case = PlanningProblem(profile, MACHINE, Budgets(AMPLE, AMPLE, AMPLE))
@@ -87,7 +88,7 @@ def test_together_says_what_the_note_says(profile, rng):
         assert together.conflicts_with(module) == conflicts
 
 
-@settings(max_examples=100)
+@settings(max_examples=tries(100))
 @given(networks(), st.floats(0.1, 1.0))
 def test_recipes_never_make_a_plan_worse(profile, share):
     device = int(share * profile.peak_saved_bytes)

@@ -10,6 +10,7 @@ from plan_walk import peak_bytes
 from penstock.plan import Action, Budgets, Decision, Machine, Operator, Plan, policies
 from penstock.plan.groups import groups_of, need_order
 from penstock.plan.replay import replay
+from tries import tries
 
 AMPLE = 10**15
 INSTANT = Machine("instant", 1e300, 1e300, 0.0, 1e300, 1e300)
@@ -50,7 +51,7 @@ def plans(draw, profile, *, encoded=True):
     return Plan("any", budgets, tuple(decisions), tuple(order), window)
 
 
-@settings(max_examples=150)
+@settings(max_examples=tries(150))
 @given(st.data(), profiles(), odd_machines())
 def test_every_step_ends_and_every_part_of_it_is_told(data, profile, machine):
     plan = data.draw(plans(profile))
@@ -64,7 +65,7 @@ def test_every_step_ends_and_every_part_of_it_is_told(data, profile, machine):
     assert replace(found, trace=None) == replay(profile, plan, machine)
 
 
-@settings(max_examples=150)
+@settings(max_examples=tries(150))
 @given(st.data(), profiles(beside=False), odd_machines())
 def test_memory_is_given_back_and_never_more_than_was_told(data, profile, machine):
     plan = data.draw(plans(profile))
@@ -80,7 +81,7 @@ def test_memory_is_given_back_and_never_more_than_was_told(data, profile, machin
         assert held[-1:] in ([], [0])
 
 
-@settings(max_examples=150)
+@settings(max_examples=tries(150))
 @given(st.data(), profiles(), odd_machines())
 def test_what_leaves_comes_back(data, profile, machine):
     plan = data.draw(plans(profile, encoded=False))
@@ -94,14 +95,14 @@ def test_what_leaves_comes_back(data, profile, machine):
         assert use.read_bytes >= sent - idle - held - found.forwarded_bytes
 
 
-@settings(max_examples=100)
+@settings(max_examples=tries(100))
 @given(st.data(), profiles())
 def test_where_moving_takes_no_time_nothing_does(data, profile):
     plan = data.draw(plans(profile, encoded=False))
     assert replay(profile, plan, INSTANT).step_ns == replay(profile, plan, INSTANT).ideal_ns
 
 
-@settings(max_examples=100)
+@settings(max_examples=tries(100))
 @given(st.data(), st.lists(st.integers(1, 30), min_size=1, max_size=12), st.floats(1, 1e4))
 def test_slower_reads_never_make_a_step_shorter(data, sizes, factor):
     # where writes take no time and memory has no end: else a slower step may find more of it written
@@ -123,7 +124,7 @@ def test_slower_reads_never_make_a_step_shorter(data, sizes, factor):
     assert replay(profile, plan, slower).step_ns >= replay(profile, plan, machine).step_ns
 
 
-@settings(max_examples=100)
+@settings(max_examples=tries(100))
 @given(profiles(), odd_machines(), st.integers(0, 10**4))
 def test_to_keep_everything_takes_no_time_and_what_everything_takes(profile, machine, device):
     plan = policies.get("keep")(profile, machine, Budgets(device))
@@ -133,7 +134,7 @@ def test_to_keep_everything_takes_no_time_and_what_everything_takes(profile, mac
     assert found.feasible == (profile.peak_saved_bytes <= device)
 
 
-@settings(max_examples=100)
+@settings(max_examples=tries(100))
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=30),
     st.sampled_from(["all", "auto", "keep"]),
@@ -178,7 +179,7 @@ def networks(draw):
     return replace(profile, slots=slots, operators=(*forward, *backward))
 
 
-@settings(max_examples=100)
+@settings(max_examples=tries(100))
 @given(st.data(), networks(), odd_machines())
 def test_what_is_recomputed_takes_its_forward_once_more(data, profile, machine):
     plan = data.draw(plans(profile, encoded=False))

@@ -13,6 +13,7 @@ from penstock.plan import Budgets
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.profile import Event
 from penstock.plan.residency import OFFLOADED, ResidencyModel, Residents, residency
+from tries import tries
 
 
 def step_by_step(profile, mask, segments):
@@ -48,13 +49,13 @@ def in_any_order(profile, rng):
     return replace(profile, slots=tuple(replace(slot, needed_at_ns=need) for slot, need in pairs))
 
 
-@settings(max_examples=100)
+@settings(max_examples=tries(100))
 @given(networks(), st.randoms(use_true_random=False), st.booleans())
 def test_all_at_once_is_as_step_by_step(profile, rng, shuffled):
     check(in_any_order(profile, rng) if shuffled else profile, rng)
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 @given(profiles(), st.randoms(use_true_random=False))
 def test_so_it_is_of_any_profile(profile, rng):
     check(profile, rng)

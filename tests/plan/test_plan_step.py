@@ -31,6 +31,7 @@ from penstock.plan.weights import (
     step_bytes,
     with_records,
 )
+from tries import tries
 
 PAGE = 4096
 BOX = Machine("two cores", 5e9, 3.5e9, 0.0, 17e9, 17e9, flash_shared=True)
@@ -364,7 +365,7 @@ def steps(draw):
     return profile, tuple(weights), machine
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(60), deadline=None)
 @given(steps(), st.data())
 def test_any_choice_moves_its_bytes_within_its_memory_and_no_faster_than_its_bounds(step, data):
     profile, weights, machine = step
@@ -389,7 +390,7 @@ def test_any_choice_moves_its_bytes_within_its_memory_and_no_faster_than_its_bou
     assert found.step_ns >= max(bounds)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=tries(25), deadline=None)
 @given(steps(), st.sampled_from(["keep", "all", "ranked"]), st.data())
 def test_more_memory_never_makes_a_step_longer_and_is_never_exceeded(step, policy, data):
     profile, weights, machine = step

@@ -15,6 +15,7 @@ from simulated_device import Schedule, SimLink, io_error
 from penstock.core.errors import NoSpaceError
 from penstock.core.units import KIB
 from penstock.io.engine import Priority
+from tries import tries
 
 SIZES = (4096, 12_288, 5000)
 ALIVE = 12
@@ -180,7 +181,7 @@ class Program:
         assert not self.link.pinned
 
 
-@settings(max_examples=150)
+@settings(max_examples=tries(150))
 @given(
     decisions=st.binary(min_size=200, max_size=900), flash_fails=st.booleans(), direct=st.booleans()
 )
@@ -191,7 +192,7 @@ def test_every_kernel_finds_the_right_bytes_in_any_schedule(decisions, flash_fai
     program.finish()
 
 
-@settings(max_examples=40)
+@settings(max_examples=tries(40))
 @given(decisions=st.binary(min_size=200, max_size=900), direct=st.booleans())
 @pytest.mark.filterwarnings("ignore:the driver refuses")
 def test_the_same_where_the_driver_refuses_to_pin(decisions, direct):

@@ -24,6 +24,7 @@ from penstock.runtime.storage import Encoding
 from penstock.store import FlashTier
 from penstock.store.frames import SCRATCH as OWNER
 from penstock.store.frames import Frames
+from tries import tries
 
 ENCODINGS = [
     None,
@@ -168,5 +169,5 @@ def held_bytes(ticket):
 def test_any_order(disk_path, small_knobs):
     run_state_machine_as_test(
         lambda: Machine(str(disk_path)),
-        settings=settings(max_examples=40, stateful_step_count=30, deadline=None),
+        settings=settings(max_examples=tries(40), stateful_step_count=30, deadline=None),
     )

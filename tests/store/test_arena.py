@@ -25,6 +25,7 @@ from penstock.store.account import Account, host_account
 from penstock.store.arena import Arena, lone_block
 from penstock.store.pool import BlockState
 from penstock.testing.engines import run_in_fork
+from tries import tries
 
 torch = pytest.importorskip("torch")
 
@@ -768,7 +769,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArenaMachine = ArenaMachine.TestCase
-TestArenaMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestArenaMachine.settings = settings(max_examples=tries(25), stateful_step_count=30, deadline=None)
 
 
 # -- the process's account -----------------------------------------------------------------------

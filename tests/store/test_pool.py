@@ -15,6 +15,7 @@ from penstock.store.arena import Arena
 from penstock.store.heap import Heap
 from penstock.store.pool import free_idle
 from penstock.testing.engines import run_in_fork
+from tries import tries
 
 
 def arena_in(memory, name):
@@ -147,4 +148,4 @@ class PoolsMachine(RuleBasedStateMachine):
 
 
 TestPools = PoolsMachine.TestCase
-TestPools.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPools.settings = settings(max_examples=tries(60), stateful_step_count=30, deadline=None)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.store import checksums
 from penstock.store.checksums import BLOCK_BYTES, LINE_BYTES, STRIDE_BYTES, WHOLE_BYTES
+from tries import tries
 
 LONG = WHOLE_BYTES + 70_001
 MEMORY = np.random.default_rng(1).integers(0, 256, 2 * LONG, dtype=np.uint8)
@@ -49,7 +50,7 @@ def test_sampled_does_not_find_a_flipped_bit_between_its_lines():
     assert found("sampled", flip(LONG - 1))
 
 
-@settings(max_examples=200)
+@settings(max_examples=tries(200))
 @given(data=st.data(), nbytes=st.integers(WHOLE_BYTES + 1, LONG))
 def test_sampled_finds_a_block_of_other_bytes_wherever_it_lies(data, nbytes):
     """A stale, torn, missing or misplaced block of the device, however the data lie in it."""
@@ -81,7 +82,7 @@ def test_off_is_no_checksum():
     assert checksums.sum_of("off", MEMORY.ctypes.data, 8) is None
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 @given(
     kind=st.sampled_from(["full", "sampled", "off"]),
     nbytes=st.integers(1, LONG),

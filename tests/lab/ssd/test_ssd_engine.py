@@ -13,6 +13,7 @@ from penstock.lab.ssd.ftl import Ftl
 from penstock.lab.ssd.measure import Latencies
 from penstock.lab.ssd.requests import HostRequest, Workload
 from penstock.lab.ssd.wear import write_amplification
+from tries import tries
 
 PAGE = 8192
 
@@ -172,7 +173,7 @@ WORKLOADS = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 @given(random_devices(), WORKLOADS)
 def test_laws_of_any_run(made, workload):
     one = Drive(made).run(workload)
@@ -265,7 +266,7 @@ def test_what_is_nearly_done_is_not_suspended_and_nothing_twice():
     assert late.write_latency.most_ps == plain.write_latency.most_ps
 
 
-@settings(max_examples=30)
+@settings(max_examples=tries(30))
 @given(random_devices(), WORKLOADS)
 def test_suspending_loses_no_work(made, workload):
     slow = device_with(made, cell__program_suspend_ns=4_000, cell__erase_suspend_ns=9_000)
@@ -296,7 +297,7 @@ def test_a_drive_that_is_overwritten_cleans_itself(victim):
     assert one.flash_erases == pytest.approx(one.flash_programs / 16, rel=0.05)
 
 
-@settings(max_examples=20)
+@settings(max_examples=tries(20))
 @given(random_devices(), st.sampled_from([0.0, 0.5]), st.sampled_from([1, 64]), st.integers(0, 5))
 def test_no_drive_with_room_is_ever_stuck(made, reads, depth, seed):
     planes = made.geometry.planes
@@ -331,7 +332,7 @@ def test_the_host_goes_before_garbage_collection_where_that_may_be_preempted():
     assert (short.time_ps, short.latency.sum_ps) == (waits.time_ps, waits.latency.sum_ps)
 
 
-@settings(max_examples=30)
+@settings(max_examples=tries(30))
 @given(
     random_devices(),
     st.sampled_from([0.0, 0.5, 0.9]),

@@ -10,6 +10,7 @@ from penstock.lab.ssd import Placement, Update, load, step, with_field
 from penstock.lab.ssd.aging import fill
 from penstock.lab.ssd.drive import Drive
 from penstock.lab.ssd.requests import HostRequest, Workload
+from tries import tries
 
 PAGE = 8192
 ENTRY_PS, DATA_PS, DONE_PS = 41_000, 64 * 156 * 250, 11_000
@@ -173,7 +174,7 @@ LOADS = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 @given(CACHES, LOADS, st.booleans())
 def test_laws_of_any_run_with_memory(fields, workload, cache):
     """Every combination of cache, streams, super-pages and a map on flash."""

@@ -14,6 +14,7 @@ from penstock.lab.ssd.drive import Drive
 from penstock.lab.ssd.mqsim import read_device
 from penstock.lab.ssd.mqsim_flows import read_workload
 from penstock.lab.ssd.mqsim_random import MqsimRandom
+from tries import tries
 
 TLC = {
     "Flash_Technology": "TLC", "Page_Read_Latency_LSB": 50000, "Page_Read_Latency_MSB": 100000,
@@ -428,7 +429,7 @@ def test_a_file_that_is_none_is_refused(tmp_path):
         read_workload(path)
 
 
-@settings(max_examples=200)
+@settings(max_examples=tries(200))
 @given(
     at=st.floats(0, 1),
     cut=st.integers(0, 12),

@@ -20,6 +20,7 @@ from penstock.lab.ssd.simulation import (
     run_phase,
     simulate,
 )
+from tries import tries
 
 DEVICE = load("optimstore")
 HOST, CONTROLLER, DIE_PLACED, SPLIT = Placement
@@ -78,7 +79,7 @@ def updates(draw, device, most_units):
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 @given(st.data(), devices(), st.sampled_from(Placement))
 def test_events_and_timelines_agree_to_the_picosecond(data, device, placement):
     update = data.draw(updates(device, 300))
@@ -126,7 +127,7 @@ def graphs(draw):
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=tries(200))
 @given(graphs())
 def test_they_agree_on_any_graph_with_many_ties(phase):
     told = [
@@ -184,7 +185,7 @@ def test_the_closed_form_is_within_3_per_cent(optimizer, placement):
         assert fast.time_s == pytest.approx(formula.time_s, rel=slack), path
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 @given(st.data(), devices(), st.sampled_from(PLACED))
 def test_the_closed_form_is_the_bound_of_the_graph(data, device, placement):
     """Two ways to the same: formulas in seconds, and operations in picoseconds."""
@@ -201,7 +202,7 @@ def test_the_closed_form_is_the_bound_of_the_graph(data, device, placement):
     assert step(device, update, placement).time_s == pytest.approx(bound, rel=0.01)
 
 
-@settings(max_examples=60)
+@settings(max_examples=tries(60))
 @given(st.data(), devices(), st.sampled_from(Placement))
 def test_no_engine_beats_the_bound_and_what_never_waits_is_within_3_per_cent(
     data, device, placement

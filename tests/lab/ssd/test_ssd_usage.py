@@ -10,6 +10,7 @@ from penstock.lab.ssd import load
 from penstock.lab.ssd.drive import Drive
 from penstock.lab.ssd.requests import Workload
 from penstock.lab.ssd.usage import Usage
+from tries import tries
 
 PAGE = 8192
 LOADS = st.builds(
@@ -27,7 +28,7 @@ def watched(made, workload, **more):
     return drive, drive.run(workload), drive.usage.moments()
 
 
-@settings(max_examples=40)
+@settings(max_examples=tries(40))
 @given(random_devices(), LOADS)
 def test_over_time_it_is_what_it_is_in_all(made, workload):
     drive, run, moments = watched(made, workload)
@@ -64,7 +65,7 @@ def test_watching_changes_nothing():
     assert watched(device(), pages)[1].latency.sum_ps == plain.latency.sum_ps
 
 
-@settings(max_examples=20)
+@settings(max_examples=tries(20))
 @given(random_devices(), LOADS, st.sampled_from([1.0, 1.5, 3.0]))
 def test_power_stays_under_its_cap_and_all_is_done(made, workload, times):
     with pytest.raises(ConfigError, match="leaves nothing for flash; this drive needs") as refused:

@@ -12,6 +12,7 @@ from penstock.lab.ssd.aging import clean_now, fill
 from penstock.lab.ssd.drive import Drive
 from penstock.lab.ssd.ftl import EMPTY, Ftl
 from penstock.lab.ssd.requests import Workload
+from tries import tries
 
 PAGE = 8192
 
@@ -55,7 +56,7 @@ def test_dynamic_levelling_alone_levels_what_is_hot():
     assert min(levelled.erases()) == 0  # cold data stays where it is
 
 
-@settings(max_examples=25)
+@settings(max_examples=tries(25))
 @given(st.integers(1, 12), st.booleans(), st.sampled_from(["greedy", "fifo", "random-greedy"]))
 def test_levelling_loses_no_page(gap, dynamic, victim):
     ftl = worn(3000, ftl__wear_gap=gap, ftl__least_worn_first=dynamic, ftl__victim=victim)
