@@ -29,7 +29,7 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import INFEASIBLE, Action, Plan
 from penstock.plan.profile import Profile
 from penstock.runtime import user_plan
-from penstock.runtime.allowance import Allowance, FoundAllowance
+from penstock.runtime.allowance import Allowance, FirstServed, FoundAllowance
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
@@ -226,6 +226,7 @@ class Session:
         self._memory = MemoryLimit(config, self.recorder)
         self.config = config = self._memory.configure(config, kind)
         self.budget = self._account(self._device)
+        self._open_weights()
         allowance = self._shared_allowance(self._device, self.budget)
         stores = self._stores = Stores(
             config,
@@ -264,7 +265,6 @@ class Session:
             open_codecs=self._open_codecs,
         )
         self.devices.plan_by(self.planner)
-        self._open_weights()
 
     def _open_weights(self) -> None:
         """Let the weights of models rest on flash from now on, if they are to."""
@@ -275,20 +275,15 @@ class Session:
         from penstock.weights.model import rest_weights  # noqa: PLC0415
         from penstock.weights.streamer import WeightStreamer  # noqa: PLC0415
 
-        account = Account(self._weights_bytes, name=WEIGHTS, parent=host_account(), owner=WEIGHTS)
+        limit = host_account().limit_bytes // 2  # until saved tensors share with them
+        if config.weights_memory is not None:
+            limit = int(config.weights_memory)
+        account = Account(limit, name=WEIGHTS, parent=host_account(), owner=WEIGHTS)
         self._accounts.append(account)
         files = WeightFiles(config.directories)
         rest = partial(rest_weights, files=files, floor_bytes=config.floor_bytes)
         self._weights = WeightStreamer(rest, account=account, clock_ns=self.recorder.clock.now_ns)
-
-    @property
-    def _weights_bytes(self) -> int:
-        """Most bytes of weights in memory, if they rest on flash."""
-        if self.config.weights == "keep":
-            return 0
-        if self.config.weights_memory is not None:
-            return int(self.config.weights_memory)
-        return host_account().limit_bytes // 2
+        account.yield_by(self._weights.give_way)
 
     def _account(self, device: torch.device) -> Account:
         """Return an empty account of a device's memory, named ``device`` for the session's own."""
@@ -308,8 +303,19 @@ class Session:
         assert self._memory is not None
         if device.type != "cpu":
             return None
-        reserved_bytes = self.config.host_bytes + self._weights_bytes
-        return self._memory.share(budget, budget.limit_bytes, reserved_bytes=reserved_bytes)
+        weights = self._weights
+        return self._memory.share(
+            budget,
+            budget.limit_bytes,
+            reserved_bytes=self.config.host_bytes,
+            first=None
+            if weights is None
+            else FirstServed(
+                weights.account,
+                lambda: weights.wanted_bytes,
+                adapts=self.config.weights_memory is None,
+            ),
+        )
 
     def _allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Limit a device's budget to its free memory, unless the user has set the budget."""

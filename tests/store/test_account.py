@@ -372,6 +372,17 @@ def test_an_account_that_yields_frees_memory_for_others():
     assert not buffers.make_room(10), "nothing yields any more"
 
 
+def test_an_account_that_yields_can_ask_another_one_that_does():
+    process = Account(100, name="memory")
+    saved, weights = process.child("saved tensors"), process.child("weights")
+    assert weights.try_take(90, "weights")
+    saved.yield_by(lambda nbytes: pytest.fail("it is asked for its own memory"))
+    weights.yield_by(lambda nbytes: weights.free(nbytes, "weights"))
+    assert saved.make_room(30)
+    assert saved.try_take(30, "saved")
+    assert weights.used_bytes == 70
+
+
 def test_memory_that_is_freed_later_is_waited_for(monkeypatch):
     process = Account(100, name="memory")
     saved, buffers = process.child("saved tensors"), process.child("buffers", 40)

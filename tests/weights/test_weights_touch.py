@@ -509,7 +509,7 @@ def test_a_touched_weight_is_as_without(name, state, plain, disk_path):
             assert_same(found, plain(name))
             if name not in UNNOTICED:
                 assert home.touches > before[0][0]
-            account = session._weights._account
+            account = session._weights.account
             after = state_of(model)
         assert_same(state_of(model), after)
         gc.collect()  # some ways make cycles

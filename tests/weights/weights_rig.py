@@ -204,7 +204,7 @@ def compared(make, run, directory, *, limit, session_around=nullcontext, **optio
         model = built(make)
         with on_flash(model, directory, limit=limit, **options) as session:
             found = run(model)
-        account = session._weights._account
+        account = session._weights.account
         assert account.used_bytes == 0, account.held_by()
         after = state_of(model)
     assert_same(found, expected)

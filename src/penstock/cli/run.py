@@ -83,7 +83,7 @@ _OPTIONS: Final = (
     (
         "--weights-memory",
         "SIZE",
-        "with --weights flash: limit of weights in memory, within --memory (default: half of it)",
+        "with --weights flash: limit of weights in memory, within --memory (default: most of it)",
     ),
     ("--floor", "SIZE", "size below which tensors stay resident (default: 1MiB)"),
     ("--event-log-size", "SIZE", "size at which the event log is rotated (default: 64MiB)"),

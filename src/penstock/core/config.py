@@ -156,7 +156,7 @@ class OffloadConfig:
         if self.weights_memory is None and self.memory is None:
             raise ConfigError(
                 "weights='flash' needs a limit of the weights in memory: weights_memory, or memory, of"
-                " which they get half"
+                " which they get most"
             )
 
     def _check_codec(self) -> None:

@@ -37,6 +37,10 @@
     made for the limit less the most that others held in an observed pass or at the end of a step. If
     others need more within a step, saved tensors are evicted for them at once. Only if that is not
     enough does a product raise BudgetError.
+
+    Weights on flash can be moved as well. They have what they want before saved tensors do, since a byte
+    of them that stays saves up to three transfers a step, and one of a saved tensor two; but a part is
+    left for saved tensors, without which no step runs (``LAST_SHARE``).
 """
 
 from __future__ import annotations
@@ -54,6 +58,8 @@ NOTABLE_SHARE: Final = 32
 """Divisor of a limit: a smaller change is not followed."""
 LEAST_SHARE_BYTES: Final = MIB
 """Limit of saved tensors that share an account in which nothing is left."""
+LAST_SHARE: Final = 4
+"""Divisor of what others leave to weights and saved tensors: that part is for the latter."""
 LIMIT: Final = "device_limit"
 """Mark of a limit of a device that was found, with what it was found from."""
 HOST: Final = "host"
@@ -244,6 +250,17 @@ class FoundAllowance:
         return limit_bytes
 
 
+class FirstServed(NamedTuple):
+    """Weights on flash, which share a memory with saved tensors. See [Note: who yields]."""
+
+    account: Account
+    """Their account, a child of the same parent."""
+    wanted_bytes: Callable[[], int]
+    """Returns the bytes of all of them."""
+    adapts: bool
+    """True if the account's limit is to be found; False if it was given."""
+
+
 class SharedAllowance:
     """Limits saved tensors to what other owners of the same account leave. See [Note: who yields]."""
 
@@ -253,6 +270,7 @@ class SharedAllowance:
         *,
         limit_bytes: int,
         reserved_bytes: int = 0,
+        first: FirstServed | None = None,
         process: FoundAllowance | None = None,
     ) -> None:
         """Limit ``account`` to what is left now, or half of it if the parent's limit was found.
@@ -261,6 +279,7 @@ class SharedAllowance:
             account: Account of saved tensors; its parent has the limit that all share.
             limit_bytes: Limit of saved tensors alone.
             reserved_bytes: Bytes that others will take.
+            first: Those who are served before, and whose limit is found as well.
             process: Finds the parent's limit; None: it is given.
         """
         assert account.parent is not None
@@ -268,11 +287,11 @@ class SharedAllowance:
         self._account, self._parent = account, account.parent
         self._own_limit_bytes = limit_bytes
         self._process = process
+        self._first = first
         self._other_bytes = max(reserved_bytes, self._beside())
         account.limit_bytes = self._left()
         if process is not None:
-            half = max(LEAST_SHARE_BYTES, (account.parent.limit_bytes - self._other_bytes) // 2)
-            account.limit_bytes = min(limit_bytes, half)
+            account.limit_bytes = max(LEAST_SHARE_BYTES, account.limit_bytes // 2)
         account.advisory = process is not None
 
     def look(self) -> None:
@@ -296,8 +315,17 @@ class SharedAllowance:
         return left
 
     def _beside(self) -> int:
-        return self._parent.used_bytes - self._account.used_bytes
+        first = 0 if self._first is None else self._first.account.used_bytes
+        return self._parent.used_bytes - self._account.used_bytes - first
 
     def _left(self) -> int:
         left = max(LEAST_SHARE_BYTES, self._parent.limit_bytes - self._other_bytes)
+        if self._first is not None:
+            left = max(LEAST_SHARE_BYTES, left - self._limit_first(self._first, left))
         return min(self._own_limit_bytes, left)
+
+    def _limit_first(self, first: FirstServed, left_bytes: int) -> int:
+        """Limit those who are served first, and return the bytes that they will have."""
+        if first.adapts:
+            first.account.limit_bytes = left_bytes - left_bytes // LAST_SHARE
+        return min(first.account.limit_bytes, first.wanted_bytes())

@@ -158,6 +158,8 @@ class Eviction:
             return False
         if free_idle(budget, nbytes) or budget.free_bytes >= nbytes:  # others were quicker
             return True
+        if budget.make_room(nbytes):
+            return True
         held_bytes = budget.parent.limit_bytes - budget.used_bytes - budget.free_bytes
         if budget.free_bytes + held_bytes < nbytes or held_bytes >= self._waited_for_bytes:
             return False

@@ -24,6 +24,7 @@ from penstock.observe.summary_values import HostMemoryUse, OwnerLine
 from penstock.runtime.allowance import (
     HOST,
     Allocated,
+    FirstServed,
     FoundAllowance,
     Remainder,
     SharedAllowance,
@@ -117,7 +118,12 @@ class MemoryLimit:
         )
 
     def share(
-        self, account: Account, limit_bytes: int, *, reserved_bytes: int
+        self,
+        account: Account,
+        limit_bytes: int,
+        *,
+        reserved_bytes: int,
+        first: FirstServed | None = None,
     ) -> SharedAllowance | None:
         """Return the allowance of saved tensors in host memory; ``None`` without a limit to share.
 
@@ -125,6 +131,7 @@ class MemoryLimit:
             account: Account of saved tensors, a child of the host account.
             limit_bytes: Limit of them alone.
             reserved_bytes: Bytes that others will take: the host tier.
+            first: Weights on flash, if there are any.
         """
         if self._request is None:
             return None
@@ -132,6 +139,7 @@ class MemoryLimit:
             account,
             limit_bytes=limit_bytes,
             reserved_bytes=reserved_bytes,
+            first=first,
             process=self._found,
         )
 

@@ -16,12 +16,13 @@
     table of what holds the memory.
 
 [Note: accounts that yield]
-    Saved tensors can be moved away, and buffers cannot. So the account of saved tensors *yields*
-    (``yield_by``): if another one of the same memory is refused, ``make_room`` has it begin to free as
-    much, and waits until the bytes fit, for ``PATIENCE_S`` at most; not at all if it holds less than is
-    missing. Freed bytes are kept for the account that needs them: meanwhile the one that yields is
+    Saved tensors and weights on flash can be moved away, and buffers cannot. So their accounts *yield*
+    (``yield_by``): if another one of the same memory is refused, ``make_room`` has them begin to free as
+    much, and waits until the bytes fit, for ``PATIENCE_S`` at most; not at all if they hold less than is
+    missing. Freed bytes are kept for the account that needs them: meanwhile those that yield are
     refused as if they were taken. A pool does so before it refuses a block, so a buffer is only refused
-    if nothing more can be moved. The host tier does not, because saved tensors are moved there.
+    if nothing more can be moved. The host tier does not, because saved tensors are moved there. An
+    account that yields asks the others itself, when it has nothing left to free: saved tensors do.
 
 [Note: budgets never deadlock]
     ``try_take`` never waits. A thread that must wait does so on ``changed``, and while waiting holds
@@ -162,6 +163,11 @@ class Account:
         return self._all.now
 
     @property
+    def yields(self) -> bool:
+        """True if others of the same memory may have this account's."""
+        return self._yields
+
+    @property
     def free_bytes(self) -> int:
         """Bytes that may still be taken here and in all parents; negative while over a limit."""
         free, parent = self.limit_bytes - self._all.now, self.parent
@@ -241,14 +247,16 @@ class Account:
         Waits, so call it without locks.
         """
         parent = self.parent
-        if parent is None or self._yields or self.limit_bytes - self._all.now < nbytes:
+        if parent is None or self.limit_bytes - self._all.now < nbytes:
             return False
-        if nbytes > parent.limit_bytes or not parent._yielding:
+        if nbytes > parent.limit_bytes:
             return False
         with self._lock:
+            yielding = [each for each in parent._yielding.items() if each[0] is not self]
+            if not yielding:
+                return False
             parent._wanted_bytes += nbytes
         try:
-            yielding = tuple(parent._yielding.items())
             if sum(each.used_bytes for each, _ in yielding) < nbytes - parent.free_bytes:
                 return False
             for _, free in yielding:

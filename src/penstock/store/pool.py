@@ -184,7 +184,7 @@ class Pool(ABC):
             block = self._allocate(nbytes, alignment, False)
         if block is None and force:
             return self._allocate(nbytes, alignment, True)
-        for _ in range(TRIES if wait else 0):
+        for _ in range(TRIES if wait and not self.account.yields else 0):
             if block is not None or not self.account.make_room(self.charge_bytes(nbytes)):
                 break
             block = self._allocate(nbytes, alignment, False)

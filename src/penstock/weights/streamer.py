@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, Module, Parameter
 
+from penstock.core.config import UNLIMITED
 from penstock.core.errors import BudgetError, ConfigError, PenstockError, PenstockWarning
 from penstock.core.locks import condition, defer
 from penstock.core.process import fork_guard
@@ -128,6 +129,7 @@ class WeightStreamer:
         waited_ns: Time that the threads have waited for reads and for room.
         demands: Reads that began only when the weight was needed.
         forced: Times that the limit was exceeded.
+        account: Account of the weights in memory, whose limit the streamer keeps. It yields.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class WeightStreamer:
         self._stays: list[_Stay] = []
         self._by_home: dict[Home, _Stay] = {}
         self._by_storage: dict[int, _Stay] = {}
-        self._account = account
+        self.account = account
         self._memory = memory_for(account, WEIGHTS)
         self._order = UseOrder()
         self._wake = condition()
@@ -162,6 +164,7 @@ class WeightStreamer:
         self._clock_ns = clock_ns
         self._total_bytes = 0
         self._coming_bytes = 0
+        self._owed_bytes = 0  # to others, when writes have ended
         self._failure: BaseException | None = None
         self._left: list[str] = []  # names of weights that have left their homes
         self.waited_ns = 0
@@ -194,7 +197,7 @@ class WeightStreamer:
     def _check_sizes(self, sizes: list[tuple[int, str]]) -> None:
         sizes = sorted(sizes)
         least = sum(nbytes for nbytes, _ in sizes[-2:])
-        limit = self._account.limit_bytes
+        limit = self.account.limit_bytes
         if least <= limit:
             return
         largest = sizes[-1]
@@ -282,7 +285,7 @@ class WeightStreamer:
         A module may use those of the whole model, which do not fit.
         """
         pinned = sum(each.home.nbytes for _, stays in self._calls.stack for each in stays)
-        fits = pinned + stay.home.nbytes <= self._account.limit_bytes // 2
+        fits = pinned + stay.home.nbytes <= self.account.limit_bytes // 2
         return fits and stay.home.parameter is not None
 
     def _stay_of(self, parameter: Parameter) -> _Stay | None:
@@ -351,7 +354,7 @@ class WeightStreamer:
     @property
     def memory_bytes(self) -> int:
         """Limit of the weights in memory; see :class:`penstock.homed.HomedWeight`."""
-        return self._account.limit_bytes
+        return self.account.limit_bytes
 
     def hold(self, home: Home) -> None:
         """Bring a weight to be changed; see :class:`penstock.homed.HomedWeight`."""
@@ -496,6 +499,24 @@ class WeightStreamer:
     def total_bytes(self) -> int:
         """Bytes of all weights that have a home."""
         return self._total_bytes
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes of memory in which all weights could stay; without limit before a model is known."""
+        return self._total_bytes if self._stays else UNLIMITED
+
+    def give_way(self, nbytes: int) -> None:
+        """Begin to free memory for other parts of Penstock, of what is needed last. Never waits.
+
+        Args:
+            nbytes: Bytes that are missing.
+        """
+        left, is_freed = nbytes - self._memory.trim(nbytes), True
+        while left > 0 and is_freed:
+            with self._wake:
+                is_freed = self._free(left, later_than=_NOW) or self._take_unneeded_read()
+            left -= self._memory.trim(left)  # less, if pages are not only its own
+        self._owed_bytes = max(0, left)
 
     @property
     def present_bytes(self) -> int:
@@ -668,7 +689,7 @@ class WeightStreamer:
         self._coming_bytes += home.nbytes
         if priority is Priority.DEMAND:
             self.demands += 1
-        coming.add_done_callback(lambda _: defer(self._notify))
+        coming.add_done_callback(lambda _: defer(self._moved))
         return True
 
     def _resting_moved(self, stay: _Stay, before: Tensor) -> None:
@@ -677,9 +698,13 @@ class WeightStreamer:
             self._by_storage.pop(before.untyped_storage()._cdata, None)
             self._by_storage[stay.home.resting.untyped_storage()._cdata] = stay
 
-    def _notify(self) -> None:
+    def _moved(self) -> None:
+        """A read or write is over."""
         with self._wake:
             self._wake.notify_all()
+            owed = self._owed_bytes
+        if owed:
+            self.give_way(owed)
 
     def _arrived(self, stay: _Stay) -> BaseException | None:
         """Let a weight whose read is over be in memory, or return the error. Under the lock."""
@@ -719,7 +744,7 @@ class WeightStreamer:
         self.forced += 1
         self._begin_read(stay, Priority.DEMAND, force=True)
 
-    def _take_unneeded_read(self, stay: _Stay) -> bool:
+    def _take_unneeded_read(self, stay: _Stay | None = None) -> bool:
         """Let a weight whose read is over be in memory, which it can then leave. Under the lock."""
         for each in self._stays:
             if each is not stay and each.coming is not None and each.coming.done:
@@ -739,7 +764,7 @@ class WeightStreamer:
     def _begin_reads(self) -> bool:
         """Do so; return True if something has left memory, which is free only when the lock is."""
         with self._wake:
-            before, ahead = 0, min(AHEAD_BYTES, self._account.limit_bytes // AHEAD_SHARE)
+            before, ahead = 0, min(AHEAD_BYTES, self.account.limit_bytes // AHEAD_SHARE)
             for distance, index in enumerate(self._order.upcoming()):
                 stay = self._stays[index]
                 before, near = before + stay.home.nbytes, before <= ahead
@@ -801,7 +826,7 @@ class WeightStreamer:
             return False
         if stay.pins or stay.touching or stay.is_lent:
             return False
-        limit, needed = self._account.limit_bytes, stay.home.nbytes
+        limit, needed = self.account.limit_bytes, stay.home.nbytes
         if self._total_bytes <= limit:
             return False
         seen = {stay.index}
@@ -837,7 +862,7 @@ class WeightStreamer:
             if transfer.error is not None:
                 stay.dirty = True
                 self._failure = transfer.error
-            self._wake.notify_all()
+        self._moved()
 
     def _wait_for_write(self, stay: _Stay) -> None:
         with self._wake:  # if it fails, the weight is in memory, and counts as changed

@@ -1,0 +1,74 @@
+"""One limit of memory for weights on flash, saved tensors and the buffers of an optimizer."""
+
+import pytest
+import torch
+from weights_rig import Chain, bits, built, inputs, loss_of
+
+import penstock
+from penstock.core.units import MIB
+from penstock.optim import FlashAdamW
+from penstock.store.account import host_account
+
+WIDTH = 512
+"""Of a layer, whose weight is one MiB."""
+BATCH = 512
+"""Each layer saves about two MiB."""
+
+
+def chain():
+    return built(lambda: Chain(depth=16, width=WIDTH))
+
+
+def batches(steps):
+    return inputs(steps, shape=(BATCH, WIDTH))
+
+
+def step(model, optimizer, x):
+    loss = loss_of(model, x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def adamw(model, directory, **options):
+    return FlashAdamW(
+        model.parameters(), lr=1e-3, flash=str(directory), overlap=True, tile=1 << 16, **options
+    )
+
+
+def test_weights_that_fit_into_more_than_half_of_the_memory_stay(disk_path):
+    """A byte of them that stays saves more than one of a saved tensor: they are served first."""
+    model = chain()
+    with penstock.offload(
+        model, memory="26MiB", weights="flash", flash=str(disk_path), policy="all"
+    ) as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for x in batches(2):
+            step(model, optimizer, x)
+        before = weight_reads(session)
+        for x in batches(2):
+            step(model, optimizer, x)
+        assert weight_reads(session) == before == 16
+        assert host_account().peak_bytes <= 26 * MIB
+
+
+def weight_reads(session):
+    flows = session.summary().to_json()["flows"]
+    return sum(
+        each["count"] for each in flows if (each["stage"], each["tier"]) == ("read", "weights")
+    )
+
+
+@pytest.mark.parametrize("memory", ["18MiB", "24MiB"])
+def test_weights_give_way_to_what_a_step_cannot_do_without(disk_path, memory):
+    """An optimizer takes its buffers in the first step, when weights have most of the memory."""
+    plain, model = chain(), chain()
+    optimizer = adamw(plain, disk_path, host_memory="7MiB")
+    expected = [step(plain, optimizer, x) for x in batches(3)]
+    optimizer.close()
+    optimizer = adamw(model, disk_path, host_memory="7MiB")
+    with penstock.offload(model, optimizer, memory=memory, weights="flash", flash=str(disk_path)):
+        assert [step(model, optimizer, x) for x in batches(3)] == expected
+        assert host_account().peak_bytes <= host_account().limit_bytes
+    assert all(map(torch.equal, map(bits, plain.parameters()), map(bits, model.parameters())))
