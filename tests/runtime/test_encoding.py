@@ -59,7 +59,7 @@ def flash_rig(disk_path, small_knobs):
 def check_roundtrip(rig, content, *, skew, encoding):
     source = storage_of(content, skew)
     ticket = rig.stage.write(source, rig.tier, "slot", encoding)
-    ticket.written.wait(20)
+    ticket.written.wait(120)
     back = rig.restored(ticket)
     assert bytes_of(back) == bytes(content)
     assert back.data_ptr() % 64 == source.data_ptr() % 64 == skew
@@ -333,7 +333,7 @@ def test_a_mover_ignores_an_encoding():
     with Rig() as rig:
         inner = CpuMover(budget=rig.budget)
         ticket = inner.write(storage_of(floats(PIECE)), rig.tier, "slot", FLOATS)
-        ticket.written.wait(20)
+        ticket.written.wait(120)
         assert ticket.nbytes == PIECE
         inner.discard(rig.tier, ticket)
         inner.close()
