@@ -1,15 +1,32 @@
 """Whoever saves a model whose weights rest on flash never has the whole model in anonymous memory.
 
-Each case is a process of its own. The weights are 384 MiB; what is allowed is what each way documents.
+Each measured case is a process of its own. The weights are 384 MiB; what is allowed is documented.
 """
 
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
+from weights_rig import (
+    PATIENCE_S,
+    WEIGHT_BYTES,
+    Chain,
+    assert_same,
+    built,
+    inputs,
+    loss_of,
+    on_flash,
+    scripted,
+    state_of,
+)
+
+from penstock import checkpoint
+from penstock.optim import FlashAdamW
 
 PROGRAM = Path(__file__).with_name("weights_memory_program.py")
 MOST_MIB = {
@@ -49,3 +66,51 @@ def test_a_save_holds_no_more_than_a_window(way, state, disk_path):
     found = json.loads(done.stdout)
     assert found["same"]
     assert found["growth_mib"] <= MOST_MIB[way]
+
+
+@pytest.mark.parametrize("kind", ["torch", "step", "overlap"])
+def test_a_checkpoint_in_the_background_has_the_step_that_was_saved(kind, disk_path, one_thread):
+    """Training goes on before any of it is written, and weights go home and are changed meanwhile."""
+    go_on = threading.Event()
+    waited = []
+
+    def wait_for_training(request):
+        if request.op == "write" and "data-" in request.file.path:
+            waited.append(go_on.wait(PATIENCE_S))
+
+    model = built(Chain)
+    if kind == "torch":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    else:
+        overlap = kind == "overlap"
+        optimizer = FlashAdamW(
+            model.parameters(), lr=1e-2, flash=str(disk_path), tile=6144, overlap=overlap
+        )
+
+    def train(x):
+        loss_of(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first, *others = inputs(3)
+    with (
+        scripted() as engine,
+        on_flash(model, disk_path, limit=3 * WEIGHT_BYTES),
+        checkpoint.Checkpointer(disk_path / "run") as checkpoints,
+    ):
+        train(first)
+        expected = state_of(model)
+        engine.fault = wait_for_training
+        checkpoints.save(1, {"model": model}, wait=False)
+        for x in others:
+            train(x)
+        go_on.set()
+        checkpoints.wait()
+        [saved] = checkpoints.checkpoints()
+        found = checkpoint.load(saved.path)["model"]
+        assert not any(torch.equal(each, expected[name]) for name, each in state_of(model).items())
+    assert waited
+    assert all(waited)
+    assert_same(dict(found), expected)
+    if kind != "torch":
+        optimizer.close()
