@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
 
@@ -44,6 +44,7 @@ from penstock.store.base import Tier
 if TYPE_CHECKING:
     from penstock.observe.rss import RssSampler
     from penstock.observe.summary import RunFacts, Summary
+    from penstock.runtime.cuda.mover import CudaMover
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
     from penstock.weights.streamer import WeightStreamer
@@ -226,7 +227,8 @@ class Session:
         self._memory = MemoryLimit(config, self.recorder)
         self.config = config = self._memory.configure(config, kind)
         self.budget = self._account(self._device)
-        self._open_weights()
+        if kind == "cpu":
+            self._open_weights()
         allowance = self._shared_allowance(self._device, self.budget)
         stores = self._stores = Stores(
             config,
@@ -265,6 +267,8 @@ class Session:
             open_codecs=self._open_codecs,
         )
         self.devices.plan_by(self.planner)
+        if config.weights != "keep" and kind != "cpu":
+            self._open_device_weights()
 
     def _open_weights(self) -> None:
         """Let the weights of models rest on flash from now on, if they are to."""
@@ -284,6 +288,41 @@ class Session:
         rest = partial(rest_weights, files=files, floor_bytes=config.floor_bytes)
         self._weights = WeightStreamer(rest, account=account, clock_ns=self.recorder.clock.now_ns)
         account.yield_by(self._weights.give_way)
+
+    def _open_device_weights(self) -> None:
+        """The same for models on a device. Raises ConfigError for what is not supported there."""
+        config, stores, device = self.config, self._stores, self._device
+        assert stores is not None
+        if device.type != "cuda":
+            raise ConfigError(f"weights='flash' is for models on the CPU or on CUDA, not {device}")
+        if config.weights_memory is None:
+            raise ConfigError(
+                f"weights='flash' with a model on {device} needs weights_memory, the limit of its weights"
+                " in device memory"
+            )
+        from penstock.runtime.cuda.direct import DirectMover  # noqa: PLC0415  (few runs need these)
+        from penstock.weights.device import DeviceMemory, resting_on  # noqa: PLC0415
+        from penstock.weights.homes import WeightFiles  # noqa: PLC0415
+        from penstock.weights.streamer import WeightStreamer  # noqa: PLC0415
+
+        if isinstance(stores.mover, DirectMover):
+            raise ConfigError(
+                "weights='flash' brings weights to a device through host memory, and this session has"
+                " none as flash is GPU-direct: set PENSTOCK_GPU_DIRECT=off"
+            )
+        account = Account(int(config.weights_memory), name=WEIGHTS, parent=None, owner=WEIGHTS)
+        self._accounts.append(account)
+        self._weights = WeightStreamer(
+            resting_on(device, WeightFiles(config.directories), config.floor_bytes),
+            account=account,
+            clock_ns=self.recorder.clock.now_ns,
+            memory=DeviceMemory(cast("CudaMover", stores.mover), account, device),
+        )
+
+    @property
+    def streams_device_weights(self) -> bool:
+        """True if weights on a device rest on flash."""
+        return self._weights is not None and self._device.type != "cpu"
 
     def _account(self, device: torch.device) -> Account:
         """Return an empty account of a device's memory, named ``device`` for the session's own."""
@@ -429,10 +468,10 @@ class Session:
                 stack.callback(self._memory.close)
             for account in self._accounts:
                 stack.callback(account.close)
-            if self._weights is not None:
-                stack.callback(self._weights.close)
             if self._stores is not None:
                 stack.callback(self._stores.close)
+            if self._weights is not None:  # its transfers pass through these
+                stack.callback(self._weights.close)
             if self.space is not None:
                 stack.callback(self.space.close)
             close_account(self.recorder)

@@ -103,7 +103,7 @@ class Operand:
     """What a kernel knows of a tensor: an address and a shape. It keeps nothing alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
+        storage = torch.Tensor.untyped_storage(tensor)  # that of a subclass may tell somebody
         self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
         self.size, self.stride = tuple(tensor.size()), tuple(tensor.stride())
         self.offset, self.dtype, self.on_device = (

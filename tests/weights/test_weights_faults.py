@@ -5,6 +5,8 @@ import errno
 
 import pytest
 import torch
+
+from penstock.core.errors import BudgetError, ChecksumError, NoSpaceError, TransferError
 from weights_rig import (
     WEIGHT_BYTES,
     Chain,
@@ -18,8 +20,6 @@ from weights_rig import (
     state_of,
     trained,
 )
-
-from penstock.core.errors import BudgetError, ChecksumError, NoSpaceError, TransferError
 
 LIMIT = 3 * WEIGHT_BYTES
 

@@ -9,6 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+import penstock
+from penstock import weights
+from penstock.homed import home_of
+from penstock.weights.resting import RestingParameter
 from weights_rig import (
     FLOOR,
     WEIGHT_BYTES,
@@ -22,11 +27,6 @@ from weights_rig import (
     scripted,
     trained,
 )
-
-import penstock
-from penstock import weights
-from penstock.homed import home_of
-from penstock.weights.resting import RestingParameter
 
 DEPTH = 6
 LIMIT = 3 * WEIGHT_BYTES

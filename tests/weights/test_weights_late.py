@@ -2,6 +2,8 @@
 
 import torch
 from torch import nn
+
+from penstock.weights.resting import RestingParameter
 from weights_rig import (
     WEIGHT_BYTES,
     Chain,
@@ -13,8 +15,6 @@ from weights_rig import (
     sgd,
     trained,
 )
-
-from penstock.weights.resting import RestingParameter
 
 LIMIT = 3 * WEIGHT_BYTES
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
 from weights_rig import (
     WEIGHT_BYTES,
     WIDTH,

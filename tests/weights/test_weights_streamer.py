@@ -16,7 +16,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from test_weights_faults import failing
-from weights_rig import WEIGHT_BYTES, WIDTH, Chain, bits, built, scripted
 
 from penstock.core.errors import PenstockWarning, TransferError
 from penstock.homed import home_of
@@ -25,6 +24,7 @@ from penstock.weights.homes import WeightFiles
 from penstock.weights.model import rest_weights
 from penstock.weights.resting import RestingParameter
 from penstock.weights.streamer import WeightStreamer
+from weights_rig import WEIGHT_BYTES, WIDTH, Chain, bits, built, scripted
 
 COUNT = 6
 LIMIT = 3 * WEIGHT_BYTES

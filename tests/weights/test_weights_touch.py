@@ -15,6 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import weight_norm
+
+from penstock.io.engine import Priority
+from penstock.weights.resting import RestingParameter
 from weights_rig import (
     WEIGHT_BYTES,
     WIDTH,
@@ -30,9 +33,6 @@ from weights_rig import (
     state_of,
     trained,
 )
-
-from penstock.io.engine import Priority
-from penstock.weights.resting import RestingParameter
 
 LIMIT = 4 * WEIGHT_BYTES
 NAME = "layers.2.weight"

@@ -6,6 +6,10 @@ import multiprocessing
 import pytest
 import torch
 from torch import nn
+
+import penstock
+from penstock import checkpoint
+from penstock.core.errors import TransferError
 from weights_rig import (
     WEIGHT_BYTES,
     WIDTH,
@@ -21,10 +25,6 @@ from weights_rig import (
     state_of,
     trained,
 )
-
-import penstock
-from penstock import checkpoint
-from penstock.core.errors import TransferError
 
 LIMIT = 3 * WEIGHT_BYTES
 

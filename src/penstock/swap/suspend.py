@@ -260,8 +260,8 @@ def suspend(
         state: State from which it was saved: ``penstock.checkpoint.save(checkpoint, state)``.
 
     Raises:
-        SuspendError: A backward is running, or ``job`` is not a session. After this and all the
-            following errors nothing has changed.
+        SuspendError: A backward is running, weights on a device rest on flash, or ``job`` is not a
+            session. After this and all the following errors nothing has changed.
         ClosedError: The job is already suspended.
         NoSpaceError: The file systems do not have the space.
         ConfigError: There is no usable directory, or a checkpoint without its state.
@@ -271,6 +271,11 @@ def suspend(
     _check_is_job(job)
     if torch._C._current_graph_task_id() != -1:
         raise SuspendError("suspend: a backward is running; call suspend between two steps")
+    if getattr(job, "streams_device_weights", False):
+        raise SuspendError(
+            "suspend: weights of this job that are used on a device rest on flash, and suspend cannot"
+            " move those in device memory; close the session"
+        )
     if job.suspended is not None:
         raise ClosedError("suspend: this job is already suspended; resume it first")
     if (checkpoint is None) != (state is None):

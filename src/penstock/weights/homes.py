@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from penstock.io.engine import Priority, Transfer
 from penstock.io.files import DirectFile
 from penstock.io.mapping import advise_random, map_files, memory_at
 from penstock.observe.clients import WEIGHTS, ClientRecorder
+from penstock.staging import copy_across, ready_event
 from penstock.store.arena import Arena
 from penstock.store.base import Place, Ticket, Tier
 from penstock.store.blob import UNIT_BYTES, ReservedPlace, ReservedTier, StrPath, part_bytes
@@ -83,6 +84,9 @@ class Home:
         tier: Reads and writes the place.
         room: Where other places are made, if the weight needs one; None: not known.
     """
+
+    is_mapped: ClassVar[bool] = True
+    """True if the parameter can be worked with at home; else only where its keeper brings it."""
 
     __slots__ = (
         *(
@@ -145,6 +149,11 @@ class Home:
         """True if the parameter's memory is the home."""
         parameter = self._param()
         return parameter is not None and shares_storage(parameter, self._storage)
+
+    @property
+    def layout(self) -> Tensor:
+        """Tensor with the shape, the strides and the dtype of the parameter; its values do not matter."""
+        return self.resting
 
     @property
     def is_lent(self) -> bool:
@@ -417,11 +426,15 @@ class WeightFiles:
             os.ftruncate(file.fd, self._cut_bytes)
         self._slab, self._slab_bytes, self._cut_bytes = (), 0, 0
 
-    def move_in(self, parameters: Sequence[tuple[str, Parameter]]) -> list[Home]:
+    def move_in(
+        self, parameters: Sequence[tuple[str, Parameter]], kind: type[Home] = Home
+    ) -> list[Home]:
         """Move weights from memory to new homes, where they rest; the memory is freed one by one.
 
         Args:
-            parameters: Name and parameter of each; dense, on the CPU, with a storage of its own.
+            parameters: Name and parameter of each; dense, on the CPU or a CUDA device, with a storage of
+                its own.
+            kind: Class of the homes.
 
         Raises:
             NoSpaceError: The directories have no room for all of them; nothing was moved.
@@ -444,10 +457,9 @@ class WeightFiles:
                     window.make_room(nbytes)
                     block = arena.allocate(nbytes, force=True)
                     assert block is not None, "the window leaves half of the arena"
-                    home = Home(name, parameter, self.tier, place)
+                    home = kind(name, parameter, self.tier, place)
                     homes.append(home)
-                    source = flat_bytes(parameter)
-                    memory_at(block.address, parameter.nbytes)[:] = source
+                    _copy_out(parameter, memory_at(block.address, parameter.nbytes))
                     home.written_from(block.address, block)
                     window.add((home, block), home.ticket.written, nbytes)
         except BaseException:
@@ -458,6 +470,16 @@ class WeightFiles:
         finally:
             arena.close()
         return homes
+
+
+def _copy_out(parameter: Parameter, target: NDArray[np.uint8]) -> None:
+    """Copy the bytes of a dense parameter to host memory; they are there on return."""
+    if parameter.device.type == "cpu":
+        target[:] = flat_bytes(parameter)
+        return
+    with torch.inference_mode(False), torch._C.DisableTorchFunction():
+        line = Tensor.detach(parameter).as_strided((parameter.numel(),), (1,)).view(torch.uint8)
+        copy_across(line, torch.from_numpy(target), ready_event(parameter.device))
 
 
 def _advice(needed: int, free: int) -> str:

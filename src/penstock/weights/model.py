@@ -25,6 +25,8 @@ def rest_weights(
     *,
     files: WeightFiles,
     floor_bytes: int,
+    kind: type[Home] = Home,
+    is_able: Callable[[Parameter], bool] | None = None,
 ) -> list[Home]:
     """Let the large weights of a model rest in files, and return their homes.
 
@@ -33,10 +35,12 @@ def rest_weights(
     accelerate has offloaded to disk is taken over.
 
     Args:
-        model: Its parameters are on the CPU.
+        model: Its parameters are on the CPU, or where ``is_able`` says.
         check: Called with length and name of each, before any is moved.
         files: Where the homes are made.
         floor_bytes: Least size of a weight that rests.
+        kind: Class of the homes.
+        is_able: Returns whether a parameter can rest; None: those on the CPU, and others are an error.
 
     Raises:
         ConfigError: A parameter is on another device, or a part of the model was compiled in place.
@@ -45,12 +49,12 @@ def rest_weights(
     """
     load_dispatched(model, files, floor_bytes=floor_bytes)
     shared: list[tuple[str, Parameter]] = []
-    found = list(_large(model, floor_bytes, shared))
+    found = list(_large(model, floor_bytes, shared, is_able))
     check([(parameter.nbytes, name) for name, parameter in found])
     homes = {name: home_of(parameter) for name, parameter in found}
     new = [(name, parameter) for name, parameter in found if homes[name] is None]
     with paused_holders():
-        moved = {home.name: home for home in files.move_in(new)}
+        moved = {home.name: home for home in files.move_in(new, kind)}
     ordered = [moved.get(name) or cast(Home, homes[name]) for name, _ in found]
     for (name, _), home in zip(found, ordered, strict=True):
         if home.keeper is None:
@@ -78,7 +82,10 @@ def _warn_of(shared: Sequence[tuple[str, Parameter]]) -> None:
 
 
 def _large(
-    model: Module, floor_bytes: int, others: list[tuple[str, Parameter]]
+    model: Module,
+    floor_bytes: int,
+    others: list[tuple[str, Parameter]],
+    is_able: Callable[[Parameter], bool] | None,
 ) -> Iterator[tuple[str, Parameter]]:
     """Yield the parameters that can rest, each once.
 
@@ -86,6 +93,7 @@ def _large(
         model: The model.
         floor_bytes: Least size.
         others: Gets those whose memory tensors share that are no parameters of the model.
+        is_able: See ``rest_weights``.
     """
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None:
@@ -100,16 +108,22 @@ def _large(
             key = parameter.untyped_storage()._cdata
             shared[key] = shared.get(key, 0) + 1
         for name, parameter in parameters:
-            if parameter.device.type != "cpu":
+            if is_able is None and parameter.device.type != "cpu":
                 raise ConfigError(
                     f"weights='flash' is for models on the CPU, and parameter {name} is on"
                     f" {parameter.device}"
                 )
             storage = parameter.untyped_storage()
             is_own = shared[storage._cdata] == 1 and parameter.storage_offset() == 0
+            has_home = home_of(parameter) is not None
+            if has_home and is_able is not None:
+                yield name, parameter
+                continue
             if parameter.nbytes < floor_bytes or not is_dense(parameter) or not is_own:
                 continue
-            if home_of(parameter) is not None:
+            if is_able is not None and not is_able(parameter):
+                continue
+            if has_home:
                 yield name, parameter
             elif use_count(storage) > _own_uses():
                 others.append((name, parameter))

@@ -88,7 +88,7 @@ class WeightReference(Reference):
                 f" {self.version} instead. Without Penstock autograd raises here too."
             )
         storage = self.bringer.bring(self.home, parameter)
-        whole = view_like(storage, self.home.resting)
+        whole = view_like(storage, self.home.layout)
         if self.cast is not None:
             whole = whole.to(self.cast)
             storage = whole.untyped_storage()

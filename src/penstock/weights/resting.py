@@ -9,6 +9,11 @@
     is :class:`BusyParameter`, with which nothing is slower: only ``data`` and the like, which give the
     memory away with a version counter of its own or none, tell the home. A compiled module finds
     ``Parameter``, which ``torch.compile`` knows.
+
+    On a device nothing is mapped. At rest the memory there is one NaN, of which the parameter is made by
+    strides of 0: who reads it past the class gets NaN, and who writes it gets torch's error. A touch
+    brings the weight. Views of it share its version, which tells of changes; what shares memory without
+    that counts as a change.
 """
 
 from __future__ import annotations
@@ -103,6 +108,8 @@ def _metadata() -> Iterator[Any]:
 
 _METADATA: Final = frozenset(_metadata())
 """Functions that neither read nor write values."""
+_LAYOUT: Final = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.dim_order})
+"""Those of them that tell of another memory at rest, if the home is not mapped."""
 _SET_DATA: Final = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA: Final = Tensor.data.__get__  # type: ignore[attr-defined]
 _ADDRESSES: Final = frozenset({Tensor.data_ptr})
@@ -112,6 +119,14 @@ _no_function: Final = torch._C.DisableTorchFunctionSubclass
 
 class RestingHome(Protocol):
     """Home of a resting parameter, which is told what is done with it."""
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if the values can be read and written at rest; else ``begin_touch`` brings them."""
+
+    @property
+    def layout(self) -> Tensor:
+        """Tensor with the shape, the strides and the dtype of the parameter."""
 
     def begin_touch(self) -> None:
         """Let the values be where they are until ``end_touch``, and no transfer of them be in flight."""
@@ -139,6 +154,10 @@ class RestingParameter(Parameter):
     ) -> Any:
         """Run an operation on the values at home, or in memory, and tell the home of it."""
         kwargs = kwargs or {}
+        if func in _LAYOUT and type(args[0]) is RestingParameter:
+            home = _home_of(args[0])
+            if home is not None and not home.is_mapped:
+                return func(home.layout, *args[1:], **kwargs)
         if func in _METADATA:
             with _no_function():
                 return func(*args, **kwargs)
@@ -195,7 +214,9 @@ class BusyParameter(Parameter):
 
     def detach(self) -> Tensor:
         """Return the values without gradient; ``detach().numpy()`` is changed without a version."""
-        _lend(self)
+        home = _home_of(self)
+        if home is not None and home.is_mapped:
+            home.lent()
         return super().detach()
 
     def data_ptr(self) -> int:
@@ -240,7 +261,9 @@ def _run(
         over = True
     finally:
         for each, home, version in begun:
-            may_differ = changes or not over or each._version != version or _aliases(result, each)
+            may_differ = changes or not over or each._version != version
+            if not may_differ and _aliases(result, each):
+                may_differ = home.is_mapped or func == _GET_DATA or not isinstance(result, Tensor)
             home.end_touch(changed=may_differ)
     return result
 
@@ -267,7 +290,7 @@ def _lend(parameter: Parameter) -> None:
 def _reduced(parameter: Parameter) -> Any:
     """Return what makes an ordinary parameter of these values."""
     hooks: dict[int, Any] = {}
-    arguments = (parameter.data, parameter.requires_grad, hooks)
+    arguments = (parameter.detach(), parameter.requires_grad, hooks)
     if not parameter.__dict__:
         return torch._utils._rebuild_parameter, arguments
     state = torch._utils._get_obj_state(parameter)  # type: ignore[no-untyped-call]

@@ -39,17 +39,20 @@ from torch import Tensor
 from torch.nn import Embedding, Module, Parameter
 
 from penstock.core.config import UNLIMITED
-from penstock.core.errors import BudgetError, ConfigError, PenstockError, PenstockWarning
+from penstock.core.errors import (
+    BudgetError,
+    ConfigError,
+    InPlaceError,
+    PenstockError,
+    PenstockWarning,
+)
 from penstock.core.locks import condition, defer
 from penstock.core.process import fork_guard
 from penstock.core.units import MIB, format_bytes
 from penstock.homed import home_of, paused_holders
 from penstock.io.engine import Priority, Transfer
-from penstock.observe.clients import WEIGHTS
-from penstock.runtime.movers import memory_for
 from penstock.store.account import Account
-from penstock.store.arena import lone_block
-from penstock.store.pool import Block
+from penstock.weights.brought import BroughtMemory, HostMemory
 from penstock.weights.homes import (
     Home,
     is_dense,
@@ -78,7 +81,8 @@ class _Stay:
     Attributes:
         storage: Its memory; None if it is not there.
         own_uses: Use count of the storage if nobody else refers to it.
-        block, coming: Memory that is being filled, and the read.
+        block, coming: Memory that is being filled, of the kind that the streamer brings weights to,
+            and the read.
         writing: Write home in flight.
         dirty: True if the memory is newer than the home.
         version: The parameter's version when the memory was as the home.
@@ -97,7 +101,7 @@ class _Stay:
         self.home = home
         self.storage: torch.UntypedStorage | None = None
         self.own_uses = 0
-        self.block: Block | None = None
+        self.block: Any = None
         self.coming: Transfer | None = None
         self.writing: Transfer | None = None
         self.dirty = False
@@ -123,7 +127,7 @@ class _Calls(threading.local):
 
 
 class WeightStreamer:
-    """Streams the weights of models, on the CPU. Thread-safe, but for ``add`` and ``close``.
+    """Streams the weights of models. Thread-safe, but for ``add`` and ``close``.
 
     Attributes:
         waited_ns: Time that the threads have waited for reads and for room.
@@ -138,6 +142,7 @@ class WeightStreamer:
         *,
         account: Account,
         clock_ns: Callable[[], int],
+        memory: BroughtMemory | None = None,
     ) -> None:
         """Take charge of nothing yet; see ``add``.
 
@@ -146,13 +151,14 @@ class WeightStreamer:
                 calls its second argument with their lengths and names, which raises if they are too long.
             account: Account of the weights in memory, whose limit the streamer keeps.
             clock_ns: Returns the time.
+            memory: Where weights are brought to, charged to ``account``; None: host memory.
         """
         self._rest = rest
         self._stays: list[_Stay] = []
         self._by_home: dict[Home, _Stay] = {}
         self._by_storage: dict[int, _Stay] = {}
         self.account = account
-        self._memory = memory_for(account, WEIGHTS)
+        self._memory = memory or HostMemory(account)
         self._order = UseOrder()
         self._wake = condition()
         self._calls = _Calls()
@@ -189,7 +195,8 @@ class WeightStreamer:
                 stay = _Stay(len(self._stays), home)
                 self._stays.append(stay)
                 self._by_home[home] = stay
-                self._by_storage[home.resting.untyped_storage()._cdata] = stay
+                if home.is_mapped:
+                    self._by_storage[home.resting.untyped_storage()._cdata] = stay
                 self._total_bytes += home.nbytes
                 home.keeper = self
             self._order.add(len(homes))
@@ -296,6 +303,8 @@ class WeightStreamer:
         """Return whether an embedding's forward needs so few rows that they are read at home."""
         if not args or not isinstance(args[0], Tensor) or module.max_norm is not None:
             return False
+        if not stay.home.is_mapped:
+            return False
         row_bytes = stay.home.nbytes // max(module.num_embeddings, 1)
         return args[0].numel() * row_bytes * ROWS_SHARE < stay.home.nbytes
 
@@ -336,6 +345,8 @@ class WeightStreamer:
     def bring(self, home: Home, parameter: Parameter) -> torch.UntypedStorage:
         """Return the memory of a weight; it stays as long as anybody refers to it."""
         if home.keeper is not self or (home.parameter is None and home_of(parameter) is None):
+            if not home.is_mapped and home.is_at_rest:
+                home.begin_touch()  # which raises
             with (
                 torch._C.DisableTorchFunctionSubclass()
             ):  # the session is closed, or it has left its home
@@ -344,9 +355,13 @@ class WeightStreamer:
         stay = self._by_home[home]
         self._acquire(stay)
         storage = stay.storage
-        if storage is None:
+        if storage is None and home.is_mapped:
             storage = home.resting.untyped_storage()
         self._release(stay)
+        if storage is None:
+            raise InPlaceError(
+                f"weight {home.name}, which backward needs, was replaced meanwhile in another thread"
+            )
         return storage
 
     # -- for optimizers ---------------------------------------------------------------------------
@@ -362,6 +377,8 @@ class WeightStreamer:
         stay = self._by_home[home]
         self._acquire(stay)
         self._wait_for_write(stay)
+        if stay.storage is not None:
+            self._memory.settle(stay.storage)
 
     def let_go(self, home: Home, *, changed: bool) -> None:
         """End a ``hold``."""
@@ -380,6 +397,13 @@ class WeightStreamer:
         """Let a weight stay where it is, no transfer of it be in flight, and note who works with it."""
         self._check_process(home)
         stay = self._by_home[home]
+        if not home.is_mapped:
+            self._acquire(stay)
+            with self._wake:
+                self._begin_use(stay)
+            self._release(stay)
+            self._note_user(stay)
+            return
         while True:
             if stay.coming is not None:  # what it reads may be changed now
                 self._finish_read(stay)
@@ -388,6 +412,10 @@ class WeightStreamer:
                 if stay.coming is None:
                     self._begin_use(stay)
                     break
+        self._note_user(stay)
+
+    def _note_user(self, stay: _Stay) -> None:
+        """Note that the module that runs uses a weight, which is then brought with it."""
         if self._calls.stack:
             module, _ = self._calls.stack[-1]
             users = self._users.setdefault(module, [])
@@ -436,6 +464,9 @@ class WeightStreamer:
     def replaced(self, home: Home, data: Tensor) -> None:
         """Take other values of a weight, of any shape and type; if it cannot rest, it leaves its home."""
         stay = self._by_home[home]
+        if not home.is_mapped:
+            self._replaced_on_device(stay, data)
+            return
         old = home.resting
         is_dense_here = data.device == old.device and is_dense(data)
         is_same = (data.dtype, data.size(), data.stride()) == (old.dtype, old.size(), old.stride())
@@ -453,6 +484,16 @@ class WeightStreamer:
                 self._leave_home(stay)
             with torch._C.DisableTorchFunctionSubclass():
                 Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
+
+    def _replaced_on_device(self, stay: _Stay, data: Tensor) -> None:
+        """Let a weight whose home is not mapped leave it for other values."""
+        parameter = stay.home.parameter
+        if parameter is None or data is parameter:  # as by ``to`` with nothing to convert
+            return
+        with self._wake:
+            self._leave_home(stay)
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
 
     def _move(self, stay: _Stay, data: Tensor) -> None:
         """Let a weight have another shape or type from now on."""
@@ -538,6 +579,12 @@ class WeightStreamer:
                 f"; {len(touches)} of them were used outside of the modules that own them, the most"
                 f" {name}, {times} times"
             )
+        kept = [stay.home.name for stay in self._stays if self._must_stay(stay)]
+        if kept:
+            text += (
+                f"; {len(kept)} of them stay in device memory, as they were changed, or may have been,"
+                f" the first {kept[0]}"
+            )
         if self._left:
             text += (
                 f"; {len(self._left)} of them stay in memory, as the program has given them that,"
@@ -581,10 +628,15 @@ class WeightStreamer:
             self._wait_for_write(stay)
             with self._wake:
                 stay.pins = stay.touching = stay.at_home = 0
-                if stay.storage is not None and not stay.is_lent and self._is_changed(stay):
+                is_here = stay.home.is_mapped and stay.storage is not None
+                if is_here and not stay.is_lent and self._is_changed(stay):
                     self._write(stay)
+        failure: BaseException | None = None
         for stay in self._stays:
             self._wait_for_write(stay)
+            if not stay.home.is_mapped:
+                failure = self._leave_to_device(stay) or failure
+                continue
             with self._wake:
                 stay.home.keeper = None
                 if stay.storage is not None and (stay.is_lent or self._is_changed(stay)):
@@ -593,13 +645,41 @@ class WeightStreamer:
                     self._send_home(stay)
                 else:
                     stay.home.rest()
-        failure, self._failure = self._failure, None
+        failure, self._failure = self._failure or failure, None
         self._stays.clear()
         self._by_home.clear()
         self._by_storage.clear()
         self._memory.close()
         if failure is not None:
             raise failure
+
+    def _leave_to_device(self, stay: _Stay) -> BaseException | None:
+        """Leave a weight to device memory of its own; return the error if it cannot be brought there."""
+        home = stay.home
+        if home.parameter is None:
+            home.keeper = None
+            return None
+        try:
+            while stay.storage is None:
+                with self._wake:
+                    if stay.coming is None:
+                        self._begin_read(stay, Priority.DEMAND, force=True)
+                self._finish_read(stay)
+        except (PenstockError, torch.OutOfMemoryError) as error:
+            home.keeper = None  # it rests, and whoever touches it is told
+            return error.with_traceback(None)
+        self._memory.use(stay.storage)
+        parameter, is_lent = home.parameter, stay.is_lent
+        with self._wake:
+            home.keeper = None
+            self._by_storage.pop(stay.storage._cdata, None)
+            if not is_lent and parameter is not None:
+                with torch.inference_mode(False):
+                    own = view_like(stay.storage, home.layout).clone()
+                show(parameter, own, RestingParameter)
+            stay.storage = None
+            home.leave()
+        return None
 
     # -- bringing ---------------------------------------------------------------------------------
 
@@ -615,6 +695,9 @@ class WeightStreamer:
                 stay.at_home += stay.storage is None  # which ``_release`` takes away
             self._release(stay)
             raise
+        storage = stay.storage
+        if storage is not None:
+            self._memory.use(storage)
         self._pump()
 
     def _release(self, stay: _Stay) -> None:
@@ -640,9 +723,15 @@ class WeightStreamer:
                     stay.at_home += 1
                     self._show_busy(stay)
                     return
-                if stay.coming is None and not self._begin_read(stay, Priority.DEMAND):
-                    self._make_room(stay)
+                is_begun = stay.coming is not None or self._begin_read(stay, Priority.DEMAND)
+                has_room = is_begun or self._make_room(stay)
+                if not is_begun and has_room:
                     continue
+            if not has_room and not self._memory.wait_for_room():
+                with self._wake:
+                    if stay.storage is None and stay.coming is None:
+                        self.forced += 1
+                        self._begin_read(stay, Priority.DEMAND, force=True)
             self._finish_read(stay)
 
     def _finish_read(self, stay: _Stay) -> None:
@@ -668,23 +757,10 @@ class WeightStreamer:
         resting = home.resting
         home.settle()
         self._resting_moved(stay, resting)
-        nbytes = home.ticket.window.nbytes
-        block = self._memory.allocate(nbytes, wait=False)
-        if block is None and self._memory.trim(
-            nbytes
-        ):  # what is idle is in pieces that are too short
-            block = self._memory.allocate(nbytes, wait=False)
-        if block is None and force:
-            block = self._memory.allocate(nbytes, force=True, wait=False)
-        if block is None and force:  # beyond what the pool has of addresses, too
-            block = lone_block(nbytes, owner=WEIGHTS)
-        if block is None:
+        begun = self._memory.begin(home, priority, force=force)
+        if begun is None:
             return False
-        try:
-            coming = home.tier.read(home.ticket, block.address, keep_alive=block, priority=priority)
-        except BaseException:
-            block.free()
-            raise
+        block, coming = begun
         stay.block, stay.coming = block, coming
         self._coming_bytes += home.nbytes
         if priority is Priority.DEMAND:
@@ -714,35 +790,34 @@ class WeightStreamer:
         stay.block = stay.coming = None
         self._coming_bytes -= stay.home.nbytes
         if coming.error is not None:
-            block.free()
+            self._memory.drop(block)
             return coming.error.with_traceback(None)
         parameter = stay.home.parameter
         if parameter is None or stay.home.is_lent or not stay.home.is_as_read:
-            block.free()  # it may have been changed at home meanwhile
+            self._memory.drop(block)  # it may have been changed at home meanwhile
             return None
-        storage = torch.from_numpy(block.lend(0, stay.home.nbytes)).untyped_storage()
+        storage = self._memory.finish(block, stay.home)
         stay.storage = storage
         stay.address = storage.data_ptr()
         stay.dirty = False
         if parameter is not None:
             kind = BusyParameter if stay.pins else RestingParameter
-            show(parameter, view_like(storage, stay.home.resting), kind)
+            show(parameter, view_like(storage, stay.home.layout), kind)
             stay.version = parameter._version
         stay.own_uses = use_count(storage)
         self._by_storage[storage._cdata] = stay
         return None
 
-    def _make_room(self, stay: _Stay) -> None:
-        """Free memory for a weight that is needed now, or exceed the limit. Under the lock."""
+    def _make_room(self, stay: _Stay) -> bool:
+        """Free memory for a weight that is needed now; return False if nothing can go. Under the lock."""
         if self._free(stay.home.nbytes, later_than=_NOW) or self._take_unneeded_read(stay):
-            return
+            return True
         if any(each.writing is not None or each.coming is not None for each in self._stays):
             begun = self._clock_ns()
             self._wake.wait()
             self.waited_ns += self._clock_ns() - begun
-            return
-        self.forced += 1
-        self._begin_read(stay, Priority.DEMAND, force=True)
+            return True
+        return False
 
     def _take_unneeded_read(self, stay: _Stay | None = None) -> bool:
         """Let a weight whose read is over be in memory, which it can then leave. Under the lock."""
@@ -764,6 +839,8 @@ class WeightStreamer:
     def _begin_reads(self) -> bool:
         """Do so; return True if something has left memory, which is free only when the lock is."""
         with self._wake:
+            if self._memory.is_over_limit:
+                return self._free(0, later_than=_NOW)
             before, ahead = 0, min(AHEAD_BYTES, self.account.limit_bytes // AHEAD_SHARE)
             for distance, index in enumerate(self._order.upcoming()):
                 stay = self._stays[index]
@@ -799,7 +876,7 @@ class WeightStreamer:
         for next_use, stay in sorted(idle, key=lambda each: -each[0]):
             if next_use <= later_than:
                 return False
-            if stay.is_lent:
+            if stay.is_lent or self._must_stay(stay):
                 continue
             if not self._is_changed(stay):
                 self._send_home(stay)
@@ -813,6 +890,10 @@ class WeightStreamer:
         parameter = stay.home.parameter
         return stay.dirty or (parameter is not None and parameter._version != stay.version)
 
+    def _must_stay(self, stay: _Stay) -> bool:
+        """Return whether a weight stays in memory because it cannot be written home from there."""
+        return stay.storage is not None and not stay.home.is_mapped and self._is_changed(stay)
+
     def _send_home(self, stay: _Stay) -> None:
         """Free the memory of a weight that is as its home. Under the lock."""
         storage, stay.storage = stay.storage, None
@@ -823,6 +904,8 @@ class WeightStreamer:
     def _should_leave(self, stay: _Stay) -> bool:
         """Return whether a weight cannot stay until its next use. Under the lock."""
         if stay.storage is None or stay.writing is not None or not stay.dirty:
+            return False
+        if self._must_stay(stay):
             return False
         if stay.pins or stay.touching or stay.is_lent:
             return False

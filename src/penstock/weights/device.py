@@ -1,0 +1,222 @@
+"""Weights of models on a device: at rest in files, brought to device memory through pinned memory.
+
+[Note: weights on a device]
+    The home is a place in a file, as for the CPU, but kernels cannot work with a mapping of it. At rest
+    the parameter is one NaN on the device, with strides of 0 (:mod:`.resting`). The mover of the session
+    brings it, as it brings saved tensors back: through pinned memory, on streams of its own, and each
+    stream that works with it waits for the copy (``use``). The memory belongs to torch's allocator, which
+    learns of these streams, so it is not given to others before their kernels are done.
+
+    Weights that are trained do not rest, so nothing is written. A weight that is changed all the same
+    stays in device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from penstock.core.errors import ClosedError, ConfigError
+from penstock.io.engine import Priority, Transfer
+from penstock.runtime.cuda.mover import CudaMover
+from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
+from penstock.store.account import Account
+from penstock.weights.brought import BroughtMemory
+from penstock.weights.homes import Home, WeightFiles, is_dense, use_count
+from penstock.weights.model import rest_weights
+
+_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""Types that rest: those of which NaN can be shown at rest."""
+
+
+class DeviceHome(Home):
+    """Home of a parameter on a device. See [Note: weights on a device]."""
+
+    is_mapped: ClassVar[bool] = False
+    __slots__ = ("_layout",)
+
+    def _map(self, like: Tensor) -> None:
+        with torch.inference_mode(False), torch._C.DisableTorchFunction():
+            nan = torch.full((1,), torch.nan, dtype=like.dtype, device=like.device)
+            self.resting = nan.as_strided(like.size(), (0,) * like.dim())
+            self._layout = torch.empty_strided(
+                like.size(), like.stride(), dtype=like.dtype, device="meta"
+            )
+        self._storage = self.resting.untyped_storage()
+        self._free_uses = use_count(self._storage)
+
+    @property
+    def layout(self) -> Tensor:
+        """See :class:`Home`: on the meta device."""
+        return self._layout
+
+    @property
+    def is_lent(self) -> bool:
+        """False: at rest there are no values that others could see."""
+        return False
+
+    @property
+    def is_direct(self) -> bool:
+        """False: its place is read and written by the session alone."""
+        return False
+
+    def random(self) -> None:
+        """Do nothing: rows are not read at rest."""
+
+    def hold(self) -> None:
+        """See :class:`penstock.homed.HomedWeight`; raises ClosedError without a session."""
+        self._check_open()
+        super().hold()
+
+    def begin_touch(self) -> None:
+        """See :class:`.resting.RestingHome`; raises ClosedError without a session."""
+        self._check_open()
+        super().begin_touch()
+
+    def replaced(self, data: Tensor) -> None:
+        """See :class:`.resting.RestingHome`; raises ClosedError without a session."""
+        self._check_open()
+        super().replaced(data)
+
+    def _check_open(self) -> None:
+        if self.keeper is None:
+            raise ClosedError(
+                f"weight {self.name} rests on flash, and the session that brings it to"
+                f" {self.resting.device} is closed; it could not be brought there when that was closed:"
+                " free device memory, and open another session with weights='flash'"
+            )
+
+
+class DeviceMemory(BroughtMemory):
+    """Memory of one device, through the mover of the session."""
+
+    def __init__(self, mover: CudaMover, account: Account, device: torch.device) -> None:
+        """Take nothing yet.
+
+        Args:
+            mover: Of the session, which stages in pinned memory.
+            account: Charged for what is brought.
+            device: The device, with its index.
+        """
+        self._mover = mover
+        self._account = account
+        self._device = device
+
+    def begin(
+        self, home: Home, priority: Priority, *, force: bool
+    ) -> tuple[CudaTarget, Transfer] | None:
+        """Read the place of a home to device memory; raises ``torch.OutOfMemoryError`` with ``force``."""
+        written = Transfer(home.nbytes)
+        written.settle()
+        ticket = CudaTicket(
+            home.name, home.nbytes, self._device, home.tier, written, on_flash=home.ticket
+        )
+        target: CudaTarget | None = self._mover.allocate(ticket, budget=self._account)
+        if target is None and force:
+            target = self._mover.allocate(ticket, force=True, budget=self._account)
+        if target is None:
+            return None
+        return target, self._mover.read(home.tier, ticket, target, priority)
+
+    def finish(self, memory: CudaTarget, home: Home) -> torch.UntypedStorage:
+        """Return the target as a storage, whose copy may be under way."""
+        return self._mover.finish(memory)
+
+    def drop(self, memory: CudaTarget) -> None:
+        """Give up the target."""
+        self._mover.drop(memory)
+
+    def use(self, storage: torch.UntypedStorage) -> None:
+        """Let the current stream wait for the copy."""
+        self._mover.use(storage)
+
+    def settle(self, storage: torch.UntypedStorage) -> None:
+        """Wait, as ``use`` lets the current stream wait."""
+        self._mover.use(storage)
+        torch.cuda.current_stream(self._device).synchronize()
+
+    @property
+    def is_over_limit(self) -> bool:
+        """True if the account is beyond its limit, as when somebody has held many weights."""
+        return self._account.free_bytes < 0
+
+    def wait_for_room(self) -> bool:
+        """Wait for a copy whose target was given up."""
+        return self._mover.trim(0) > 0
+
+    def close(self) -> None:
+        """Do nothing: the memory is torch's."""
+
+
+def resting_on(
+    device: torch.device, files: WeightFiles, floor_bytes: int
+) -> Callable[[Module, Callable[[list[tuple[int, str]]], None]], list[Home]]:
+    """Return what lets the weights of models on a device rest in files, for the streamer.
+
+    Those of at least ``floor_bytes`` rest that require no gradient, are contiguous real floats and have
+    a storage of their own. It raises ConfigError if the first model has none, though it has large ones.
+
+    Args:
+        device: The session's, with its index.
+        files: Where the homes are made.
+        floor_bytes: Least size of a weight that rests.
+    """
+    return _DeviceRest(device, files, floor_bytes).rest
+
+
+class _DeviceRest:
+    """Lets the weights of models on one device rest."""
+
+    def __init__(self, device: torch.device, files: WeightFiles, floor_bytes: int) -> None:
+        self._device = device
+        self._files = files
+        self._floor_bytes = floor_bytes
+        self._rests_any = False
+
+    def rest(self, model: Module, check: Callable[[list[tuple[int, str]]], None]) -> list[Home]:
+        trained = _check(model, self._device, self._floor_bytes)
+        homes = rest_weights(
+            model,
+            check,
+            files=self._files,
+            floor_bytes=self._floor_bytes,
+            kind=DeviceHome,
+            is_able=_can_rest,
+        )
+        self._rests_any = self._rests_any or bool(homes)
+        if trained is not None and not self._rests_any:
+            raise _all_trained(self._device, trained)
+        return homes
+
+
+def _all_trained(device: torch.device, trained: str) -> ConfigError:
+    return ConfigError(
+        f"weights='flash' on {device}: so far only weights that are not trained rest on flash there,"
+        f" and of this model none does ({trained} requires gradients): for inference, and for what"
+        " is not trained beside adapters, call requires_grad_(False)"
+    )
+
+
+def _check(model: Module, device: torch.device, floor_bytes: int) -> str | None:
+    """Return the name of a large weight that is trained; raise ConfigError if it is elsewhere."""
+    trained = None
+    for name, parameter in model.named_parameters():
+        if parameter.nbytes < floor_bytes:
+            continue
+        if parameter.device != device:
+            raise ConfigError(
+                f"weights='flash' is for a model on one device, here {device}, and parameter {name} is on"
+                f" {parameter.device}"
+            )
+        if parameter.requires_grad and trained is None:
+            trained = name
+    return trained
+
+
+def _can_rest(parameter: Parameter) -> bool:
+    is_plain = parameter.dtype in _DTYPES and not parameter.requires_grad
+    return is_plain and parameter.is_contiguous() and is_dense(parameter)
