@@ -143,6 +143,18 @@ def suspended(path):
         train(model, session, adam)
 
 
+def weights(path):
+    model = network().requires_grad_(False)
+    model.append(nn.Linear(WIDTH, 1).to(DEVICE))
+    optimizer = torch.optim.SGD(model[-1].parameters(), lr=0.1)
+    settings = settings_for("flash", weights="flash", weights_memory="768KiB", floor="64KiB")
+    with session_in(path, model, **settings) as session:
+        assert session._weights.total_bytes == 6 * 4 * WIDTH * WIDTH
+        train(model, optimizer=optimizer)
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+
+
 USES = {
     each.__name__: each
     for each in (
@@ -158,6 +170,7 @@ USES = {
         saved,
         saved_in_the_background,
         suspended,
+        weights,
     )
 }
 

@@ -8,6 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+
+import penstock
+from penstock import weights
+from penstock.homed import home_of
+from penstock.weights.inplace import SourceHome
 from weights_rig import (
     FLOOR,
     WEIGHT_BYTES,
@@ -21,11 +26,6 @@ from weights_rig import (
     on_flash,
     state_of,
 )
-
-import penstock
-from penstock import weights
-from penstock.homed import home_of
-from penstock.weights.inplace import SourceHome
 
 LIMIT = 3 * WEIGHT_BYTES
 

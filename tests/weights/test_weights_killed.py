@@ -7,6 +7,11 @@ from contextlib import nullcontext
 
 import pytest
 from torch import nn
+
+import penstock
+import preloaded
+from penstock import weights
+from penstock.optim import FlashAdamW
 from weights_rig import (
     FLOOR,
     WEIGHT_BYTES,
@@ -18,11 +23,6 @@ from weights_rig import (
     on_flash,
     state_of,
 )
-
-import penstock
-import preloaded
-from penstock import weights
-from penstock.optim import FlashAdamW
 
 STEPS, DYING = 5, 2
 """Steps of a whole run, and the one in which a process dies; the first is 0."""

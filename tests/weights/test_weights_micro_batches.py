@@ -5,10 +5,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from test_weights_optim import Traffic
-from weights_rig import WEIGHT_BYTES, WIDTH, Chain, assert_same, bits, built, on_flash, state_of
 
 from penstock import micro_batched
 from penstock.optim import FlashAdamW
+from weights_rig import WEIGHT_BYTES, WIDTH, Chain, assert_same, bits, built, on_flash, state_of
 
 DEPTH, LIMIT = 12, 3 * WEIGHT_BYTES
 ALL_BYTES = DEPTH * WEIGHT_BYTES

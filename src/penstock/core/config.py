@@ -71,8 +71,8 @@ class OffloadConfig:
     the first directories of ``flash`` and are in memory while something works with them."""
 
     weights_memory: int | str | None = None
-    """Limit of the weights in memory, within ``memory``, if they rest on flash; ``None``: half of it. With a
-    model on a device: limit of those in device memory, and not ``None``."""
+    """Limit of the weights in memory, within ``memory``, if they rest on flash; ``None``: half of it.
+    With a model on a device: limit of those in device memory, and not ``None``."""
 
     floor: int | str | None = None
     """Size below which storages are never offloaded; ``None``: the knob ``PENSTOCK_FLOOR``, 1 MiB."""

@@ -137,7 +137,8 @@ class DeviceMemory(BroughtMemory):
     def settle(self, storage: torch.UntypedStorage) -> None:
         """Wait, as ``use`` lets the current stream wait."""
         self._mover.use(storage)
-        torch.cuda.current_stream(self._device).synchronize()
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream(self._device).synchronize()
 
     @property
     def is_over_limit(self) -> bool:
