@@ -348,7 +348,7 @@ class Session:
             budget.limit_bytes,
             reserved_bytes=self.config.host_bytes,
             first=None
-            if weights is None
+            if weights is None or self.streams_device_weights
             else FirstServed(
                 weights.account,
                 lambda: weights.wanted_bytes,

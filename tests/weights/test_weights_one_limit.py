@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from weights_rig import Chain, bits, built, inputs, loss_of
 
 import penstock
 from penstock.core.units import MIB
 from penstock.optim import FlashAdamW
 from penstock.store.account import host_account
+from weights_rig import Chain, bits, built, inputs, loss_of
 
 WIDTH = 512
 """Of a layer, whose weight is one MiB."""
