@@ -153,12 +153,12 @@ def test_bits_are_those_of_plain_training_within_the_limit(case, tmp_path):
             found = run(model)
             weights = session._weights
             assert rested_bytes(model) > limit
-            assert weights._account.peak_bytes <= limit
+            assert weights.account.peak_bytes <= limit
             assert weights.forced == 0
             assert weights.present_bytes <= limit
             assert engine.written_bytes == written
         gc.collect()
-        assert weights._account.used_bytes == 0
+        assert weights.account.used_bytes == 0
         assert all(home_of(each) is None for each in model.parameters())
     assert_same(found, expected)
     after = [bits(each) for each in model.parameters() if not each.requires_grad]
@@ -303,7 +303,7 @@ def test_reading_a_state_dict_keeps_no_weight_in_memory(tmp_path):
         _state_dict(model)
         model(inputs(1)[0])
         gc.collect()
-        assert session._weights._account.used_bytes <= LIMIT
+        assert session._weights.account.used_bytes <= LIMIT
         assert "changed" not in session._weights.note()
 
 
