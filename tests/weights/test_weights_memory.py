@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from penstock import checkpoint
+from penstock.optim import FlashAdamW
 from weights_rig import (
     PATIENCE_S,
     WEIGHT_BYTES,
@@ -24,9 +27,6 @@ from weights_rig import (
     scripted,
     state_of,
 )
-
-from penstock import checkpoint
-from penstock.optim import FlashAdamW
 
 PROGRAM = Path(__file__).with_name("weights_memory_program.py")
 MOST_MIB = {
