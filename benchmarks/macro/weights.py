@@ -44,8 +44,10 @@ import _peers
 import _results
 import penstock
 from penstock.cli import plan, plan_step
+from penstock.core.errors import BudgetError
 from penstock.core.units import GIB, MIB, parse_bytes
 from penstock.optim import FlashAdamW
+from penstock.plan.training_step import ENGINE_BYTES
 from penstock.store.engine import shared_engine
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -275,7 +277,7 @@ def planned(args):
     limits = [args.weights_memory]
     limits += [] if inference else [args.saved_memory]
     limits += [args.gradient_memory, args.states_memory] if full else []
-    memory = sum(parse_bytes(each, what="memory") for each in limits)
+    memory = ENGINE_BYTES + sum(parse_bytes(each, what="memory") for each in limits)
     tokens = 1 if args.mode == "decode" else args.tokens
     call = (args.shape, args.dtype, args.mode, tokens)
     with tempfile.TemporaryDirectory() as folder:
@@ -288,7 +290,11 @@ def planned(args):
         words += f" --machine {args.machine} --memory {memory}"
         words += " --forward-only" * inference
         request = plan_step.check_step(plan.parser().parse_args(words.split()))
-        step = request.plan()
+        try:
+            step = request.plan()
+        except BudgetError as error:
+            print(f"there is no plan to compare with: {error}")
+            return None
     return {
         "memory_bytes": memory,
         "step_s": step.replayed.step_ns / 1e9,
