@@ -56,7 +56,7 @@ SIZES = {
     "densenet-bc-100-12": Size(24, 3, 5.0),
     "bert-base": Size(16, 4, 3.0),
     "gpt2": Size(16, 5, 3.0),
-    "gpt-neo-125m": Size(16, 3, 3.0),
+    "gpt-neo-125m": Size(16, 4, 2.0),
 }
 FAST_STEPS, ALL_STEPS = 3, 10
 SCRIPT_STEPS = 5

@@ -7,7 +7,7 @@ import os
 import pytest
 import safetensors
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -308,6 +308,8 @@ HEADERS = (
 )
 
 
+@example(header=b'{"__metadata__": {"shape": null}}', length=None, nbytes=0)
+@example(header=b'{"__metadata__": []}', length=None, nbytes=0)
 @given(
     header=HEADERS,
     length=st.none() | st.sampled_from([0, 1, 2**63, 2**64 - 1]),

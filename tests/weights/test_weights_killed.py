@@ -31,7 +31,7 @@ LIMIT = 3 * WEIGHT_BYTES
 PROGRAM = """
 import os, signal, sys
 import torch
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import weights_rig
 from test_weights_killed import DYING, LIMIT, one_step, optimizer_of
 
@@ -107,7 +107,9 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(point, overlap, disk_pa
     homes, durable, whole = (disk_path / name for name in ("homes", "durable", "whole"))
     for each in (homes, durable, whole):
         each.mkdir()
-    program = textwrap.dedent(PROGRAM).format(tests=os.path.dirname(__file__))
+    program = textwrap.dedent(PROGRAM).format(
+        tests=[os.path.dirname(__file__), os.path.dirname(preloaded.__file__)]
+    )
     done = preloaded.run(["-c", program, str(homes), str(durable), str(overlap), point])
     assert done.returncode == -signal.SIGKILL, done.stderr
     completed = len(done.stdout.split())

@@ -256,7 +256,10 @@ def read_header(path: str) -> WeightFile:
         raise _damaged(path, f"its header does not parse: {error}") from error
     if not isinstance(header, dict) or len(text) != length:
         raise _damaged(path, "its header is no object")
-    header.pop("__metadata__", None)
+    said = header.pop("__metadata__", None)
+    said = {} if said is None else said
+    if not isinstance(said, dict) or not all(isinstance(each, str) for each in said.values()):
+        raise _damaged(path, "its metadata is no object of strings")
     start = _LENGTH_BYTES + length
     tensors = [_tensor(path, name, facts, start) for name, facts in header.items()]
     tensors.sort(key=lambda each: (each.begin, each.nbytes))
