@@ -52,6 +52,23 @@ def test_steps_leave_nothing_behind(session_for, tmp_path, monkeypatch, logged):
         assert sum(each.stat().st_size for each in tmp_path.iterdir()) < 256 << 10
 
 
+def test_forwards_before_any_backward_leave_nothing_behind(session_for):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    batch = torch.ones(4, 8)
+
+    def forwards(count):
+        with torch.no_grad():
+            for _ in range(count):
+                model(batch)
+
+    with session_for(model, policy="auto"):
+        forwards(20)
+        before = blocks()
+        forwards(200)
+        grown = blocks() - before
+        assert grown < 100  # one object a forward would be 200
+
+
 def test_sizes_that_change_with_each_step_are_not_remembered_for_ever(session_for, monkeypatch):
     monkeypatch.setattr(planner, "MAX_KEPT_KEYS", 40)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))

@@ -151,8 +151,10 @@ class PassObserver:
     # -- calls ------------------------------------------------------------------------------------
 
     def enter(self, module: torch.nn.Module, place: SavingPlace, args: Any) -> None:
-        """Handle the beginning of a call."""
+        """Handle the beginning of a call. A forward without gradients is not observed: nothing ends it."""
         if threading.get_ident() != self._thread:
+            return
+        if not self._stack and not torch.is_grad_enabled():
             return
         parent = self._stack[-1] if self._stack else None
         call = _Call(module, place, parent, len(self._stack), len(self._calls), sequence_number())
