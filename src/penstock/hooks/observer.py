@@ -151,7 +151,7 @@ class PassObserver:
     # -- calls ------------------------------------------------------------------------------------
 
     def enter(self, module: torch.nn.Module, place: SavingPlace, args: Any) -> None:
-        """Handle the beginning of a call. A forward without gradients is not observed: nothing ends it."""
+        """Handle the beginning of a call, unless no backward will end what it begins."""
         if threading.get_ident() != self._thread:
             return
         if not self._stack and not torch.is_grad_enabled():
