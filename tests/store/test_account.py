@@ -372,6 +372,24 @@ def test_an_account_that_yields_frees_memory_for_others():
     assert not buffers.make_room(10), "nothing yields any more"
 
 
+def test_an_account_that_yields_owes_what_is_waited_for():
+    process = Account(100, name="memory")
+    saved, buffers = process.child("saved tensors"), process.child("buffers")
+    assert saved.try_take(90, "saved")
+    owed = []
+
+    def free(nbytes):
+        owed.append(saved.owed_bytes)
+        saved.free(nbytes, "saved")
+        owed.append(saved.owed_bytes)
+
+    saved.yield_by(free)
+    assert saved.owed_bytes == 0
+    assert buffers.make_room(30)
+    assert owed == [20, 0]
+    assert buffers.owed_bytes == process.owed_bytes == 0
+
+
 def test_an_account_that_yields_can_ask_another_one_that_does():
     process = Account(100, name="memory")
     saved, weights = process.child("saved tensors"), process.child("weights")

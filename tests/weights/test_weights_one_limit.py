@@ -5,8 +5,10 @@ import torch
 
 import penstock
 from penstock.core.units import MIB
+from penstock.io.mapping import PAGE_BYTES
 from penstock.optim import FlashAdamW
 from penstock.store.account import host_account
+from penstock.store.heap import Heap
 from weights_rig import Chain, bits, built, inputs, loss_of
 
 WIDTH = 512
@@ -60,15 +62,52 @@ def weight_reads(session):
     )
 
 
-@pytest.mark.parametrize("memory", ["18MiB", "24MiB"])
-def test_weights_give_way_to_what_a_step_cannot_do_without(disk_path, memory):
+@pytest.mark.parametrize(
+    ("memory", "into"),
+    [
+        ("11.5MiB", "heap"),
+        *(("18MiB", "arena"), ("18MiB", "heap"), ("24MiB", "arena"), ("24MiB", "heap")),
+    ],
+)
+def test_weights_give_way_to_what_a_step_cannot_do_without(disk_path, monkeypatch, memory, into):
     """An optimizer takes its buffers in the first step, when weights have most of the memory."""
+    monkeypatch.setenv("PENSTOCK_RESTORE_INTO", into)
     plain, model = chain(), chain()
     optimizer = adamw(plain, disk_path, host_memory="7MiB")
     expected = [step(plain, optimizer, x) for x in batches(3)]
     optimizer.close()
     optimizer = adamw(model, disk_path, host_memory="7MiB")
     with penstock.offload(model, optimizer, memory=memory, weights="flash", flash=str(disk_path)):
+        host_account().reset_peak()  # the bandwidth is measured in more than the least limit
         assert [step(model, optimizer, x) for x in batches(3)] == expected
         assert host_account().peak_bytes <= host_account().limit_bytes
+    optimizer.close()
     assert all(map(torch.equal, map(bits, plain.parameters()), map(bits, model.parameters())))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_no_more_weights_leave_the_heap_than_others_need(disk_path, monkeypatch, changed):
+    """Nor do more leave later, when others have got what they waited for."""
+    monkeypatch.setenv("PENSTOCK_RESTORE_INTO", "heap")
+    model, buffers = chain(), Heap(owner="buffers")
+    with (
+        penstock.offload(
+            model, memory="24MiB", weights="flash", flash=str(disk_path), policy="all"
+        ) as session,
+        torch.no_grad(),
+    ):
+        model(torch.ones(1, WIDTH))
+        if changed:
+            for layer in model.layers:
+                layer.weight.mul_(0.5)
+        weights = session._weights.account
+        before, each = weights.used_bytes, MIB + PAGE_BYTES
+        assert before >= 8 * each
+        host_account().limit_bytes -= host_account().free_bytes
+        block = buffers.allocate(7 * MIB // 2)
+        assert block is not None
+        assert before - weights.used_bytes == 4 * each
+        for _ in range(2):
+            model(torch.ones(1, WIDTH))
+        assert before - weights.used_bytes <= 4 * each
+        block.free()

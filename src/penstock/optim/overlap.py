@@ -139,9 +139,12 @@ class Overlap:
         def accumulated(_: Tensor) -> None:
             overlap = me()
             if overlap is not None:
-                param = overlap._states.params[index]
-                if overlap._is_used_now(param):
-                    overlap._states.holds.take(index)  # without the lock: it may wait
+                states = overlap._states
+                param = states.params[index]
+                if overlap._is_used_now(param):  # without the lock: they may wait
+                    states.check_can_step()
+                    states.make_buffers()
+                    states.holds.take(index)
                 try:
                     with overlap._lock:
                         overlap._accumulated(param)

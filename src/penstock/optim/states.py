@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -115,6 +116,7 @@ class FlashStates:
                 allow_memory_filesystem=config.allow_memory_filesystem,
             )
         self._pipeline: TilePipeline | None = None
+        self._making = threading.Lock()  # plain: under ``Lock``, nothing is freed that it waits for
         self._pool: ThreadPoolExecutor | None = None
 
     # -- groups -----------------------------------------------------------------------------------
@@ -494,6 +496,19 @@ class FlashStates:
     def pipeline(self) -> TilePipeline:
         """Buffers that records pass through; made when they are first needed."""
         if self._pipeline is None:
+            self.make_buffers()
+        assert self._pipeline is not None
+        return self._pipeline
+
+    def make_buffers(self) -> None:
+        """Make the buffers, if there are none. Others may free memory for them, so it may wait.
+
+        Raises:
+            BudgetError: There is no memory for them.
+        """
+        with self._making:
+            if self._pipeline is not None:
+                return
             longest = max((tile.record_bytes for tile in self.tiles), default=0)
             ring = max(RING, RING_BYTES * self.config.tile // max(longest, 1))
             ring += max(0, self.threads - _THREADS)
@@ -508,7 +523,6 @@ class FlashStates:
                 write_through=self.config.durable,
                 squeezer=self._squeezer,
             )
-        return self._pipeline
 
     def rest(self) -> None:
         """Write all states to flash and free their memory until the next step.

@@ -176,6 +176,14 @@ class Account:
         return min(free, parent.free_bytes - (parent._wanted_bytes if self._yields else 0))
 
     @property
+    def owed_bytes(self) -> int:
+        """Bytes that others wait for, if this account yields, and that nobody has freed yet."""
+        parent = self.parent
+        if parent is None or not self._yields:
+            return 0
+        return max(0, parent._wanted_bytes - parent.free_bytes)
+
+    @property
     def peak_bytes(self) -> int:
         """Most bytes taken at any one time since ``reset_peak``."""
         return self._all.peak
@@ -244,7 +252,8 @@ class Account:
     def make_room(self, nbytes: int) -> bool:
         """Have accounts that yield free memory for ``nbytes`` of this one; return whether they fit.
 
-        Waits, so call it without locks.
+        Waits, so call it without locks; and while this thread holds one, what it lets go is not freed
+        (``penstock.core.locks.defer``).
         """
         parent = self.parent
         if parent is None or self.limit_bytes - self._all.now < nbytes:

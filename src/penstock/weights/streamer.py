@@ -170,7 +170,6 @@ class WeightStreamer:
         self._clock_ns = clock_ns
         self._total_bytes = 0
         self._coming_bytes = 0
-        self._owed_bytes = 0  # to others, when writes have ended
         self._failure: BaseException | None = None
         self._left: list[str] = []  # names of weights that have left their homes
         self.waited_ns = 0
@@ -552,12 +551,20 @@ class WeightStreamer:
         Args:
             nbytes: Bytes that are missing.
         """
-        left, is_freed = nbytes - self._memory.trim(nbytes), True
-        while left > 0 and is_freed:
-            with self._wake:
-                is_freed = self._free(left, later_than=_NOW) or self._take_unneeded_read()
-            left -= self._memory.trim(left)  # less, if pages are not only its own
-        self._owed_bytes = max(0, left)
+        account = self.account
+        enough = account.used_bytes - nbytes
+        while account.used_bytes > enough and self._give_some(account.used_bytes - enough):
+            pass
+
+    def _give_some(self, nbytes: int) -> bool:
+        """Free idle memory, or let one weight leave; return False if nothing can be freed at once.
+
+        If what is needed last was changed, begin to write as much as ``nbytes``.
+        """
+        if self._memory.trim(nbytes):
+            return True
+        with self._wake:
+            return self._free(nbytes, later_than=_NOW) or self._take_unneeded_read()
 
     @property
     def present_bytes(self) -> int:
@@ -775,12 +782,12 @@ class WeightStreamer:
             self._by_storage[stay.home.resting.untyped_storage()._cdata] = stay
 
     def _moved(self) -> None:
-        """A read or write is over."""
+        """A read or write is over: go on to give way, if somebody still waits for that."""
         with self._wake:
             self._wake.notify_all()
-            owed = self._owed_bytes
-        if owed:
-            self.give_way(owed)
+        owed = self.account.owed_bytes
+        if owed and self._give_some(owed):
+            defer(self._moved)  # after what was let go is freed, which is deferred as this is
 
     def _arrived(self, stay: _Stay) -> BaseException | None:
         """Let a weight whose read is over be in memory, or return the error. Under the lock."""
