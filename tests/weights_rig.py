@@ -191,7 +191,23 @@ def assert_same(found, expected, where=""):
 
 def homes_of(session):
     """Homes of the weights of a session, by name."""
-    return {stay.home.name: stay.home for stay in session._weights._stays}
+    return {stay.home.name: stay.home for stay in session._weights._table.stays}
+
+
+def send_home(streamer, home):
+    """Let a weight be at home only; its place in the streamer's table."""
+    table, eviction = streamer._table, streamer._eviction
+    stay = table.by_home[home]
+    streamer._reads.finish(stay)
+    eviction.wait_for_write(stay)
+    with table.wake:
+        if stay.storage is not None and stay.is_changed:
+            eviction.write(stay)
+    eviction.wait_for_write(stay)
+    with table.wake:
+        if stay.storage is not None:
+            table.send_home(stay)
+    return stay
 
 
 def compared(make, run, directory, *, limit, session_around=nullcontext, **options):

@@ -287,7 +287,6 @@ class Session:
         files = WeightFiles(config.directories)
         rest = partial(rest_weights, files=files, floor_bytes=config.floor_bytes)
         self._weights = WeightStreamer(rest, account=account, clock_ns=self.recorder.clock.now_ns)
-        account.yield_by(self._weights.give_way)
 
     def _open_device_weights(self) -> None:
         """The same for models on a device. Raises ConfigError for what is not supported there."""

@@ -10,6 +10,7 @@ from penstock import ChecksumError, ClosedError
 from penstock.core.units import KIB
 from penstock.homed import home_of
 from penstock.optim import FlashAdamW, FlashSGD, on_flash
+from weights_rig import send_home
 
 STEPS = 4
 VOCABULARY, WIDTH = 512, 64
@@ -65,7 +66,7 @@ class Traffic:
     def __init__(self, streamer):
         self.weights = streamer.total_bytes
         self.read = self.written = 0
-        tier = next(iter(streamer._stays)).home.tier
+        tier = next(iter(streamer._table.stays)).home.tier
         self._read, self._write = tier.read, tier.write
         tier.read, tier.write = self._count_read, self._count_write
 
@@ -110,10 +111,10 @@ def assert_untouched(model, streamer, *, in_pieces=False):
 
     If threads share a few pages, what is free may be ``in_pieces`` that are too short for a weight.
     """
-    assert streamer.total_bytes > 2 * streamer.memory_bytes
+    assert streamer.total_bytes > 2 * streamer.account.limit_bytes
     assert not streamer.touches
     assert in_pieces or not streamer.forced
-    assert streamer.present_bytes <= streamer.memory_bytes
+    assert streamer.present_bytes <= streamer.account.limit_bytes
 
 
 FORMATS = [
@@ -385,16 +386,7 @@ def test_sessions_begin_and_end_between_backward_and_step(small, flash):
 
 def damage(streamer, home):
     """Send a weight home, where other bytes than were written are found from now on."""
-    stay = streamer._by_home[home]
-    streamer._finish_read(stay)
-    streamer._wait_for_write(stay)
-    with streamer._wake:
-        if stay.storage is not None and streamer._is_changed(stay):
-            streamer._write(stay)
-    streamer._wait_for_write(stay)
-    with streamer._wake:
-        if stay.storage is not None:
-            streamer._send_home(stay)
+    send_home(streamer, home)
     kind, number = home.ticket.checksum
     home.ticket.checksum = kind, number ^ 1
 
@@ -414,7 +406,7 @@ def test_a_weight_that_cannot_be_read_ends_the_step(overlap, small, flash):
                 optimizer.step()
         with pytest.raises(ClosedError, match="failed in the middle"):
             optimizer.step()
-        assert not any(stay.pins for stay in streamer._stays)
+        assert not any(stay.pins for stay in streamer._table.stays)
     optimizer.close()
 
 

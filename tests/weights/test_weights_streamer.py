@@ -107,7 +107,7 @@ class Streaming(RuleBasedStateMachine):
     @precondition(lambda self: len(self.brought) < 2)
     @rule(index=which)
     def bring(self, index):
-        storage = self.streamer.bring(self.homes[index], self.weight(index))
+        storage = self.streamer._keeper.bring(self.homes[index], self.weight(index))
         values = torch.empty(0).set_(storage, 0, (WIDTH, WIDTH))
         assert torch.equal(values, self.expected[index])
         self.brought.append(values)

@@ -29,6 +29,7 @@ from weights_rig import (
     inputs,
     on_flash,
     scripted,
+    send_home,
     sgd,
     state_of,
     trained,
@@ -411,26 +412,14 @@ WAYS = {**READS, **WRITES, **CHANGES}
 
 def bring_to_rest(session, name):
     """Let a weight be at home only."""
-    streamer = session._weights
     home = homes_of(session)[name]
-    stay = streamer._by_home[home]
-    streamer._finish_read(stay)
-    with streamer._wake:
-        if stay.storage is not None and streamer._is_changed(stay):
-            streamer._write(stay)
-    if stay.writing is not None:
-        stay.writing.wait()
-    with streamer._wake:
-        assert streamer._wake.wait_for(lambda: stay.writing is None, 10)
-        if stay.storage is not None:
-            streamer._send_home(stay)
+    stay = send_home(session._weights, home)
     assert stay.storage is None
     return home, stay
 
 
 def put(state, session, engine):
     """Bring a weight into a state."""
-    streamer = session._weights
     home, stay = bring_to_rest(session, NAME)
     if state == "memory":
         home.hold()
@@ -438,8 +427,8 @@ def put(state, session, engine):
         assert stay.storage is not None
     elif state == "coming":
         engine.hold("read")
-        with streamer._wake:
-            assert streamer._begin_read(stay, Priority.PREFETCH)
+        with session._weights._table.wake:
+            assert session._weights._reads.begin(stay, Priority.PREFETCH)
         engine.wait_for_held()
         assert stay.coming is not None
 

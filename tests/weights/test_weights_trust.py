@@ -298,8 +298,8 @@ def test_a_forked_child_is_refused_and_changes_nothing(disk_path):
             found = trained(model, optimizer, inputs(2))[:-1]
             engine.hold("read")  # a child must not wait for what is the parent's
             streamer = session._weights
-            streamer._order.begin(None)
-            streamer._pump()
+            streamer._table.order.begin(None)
+            streamer._reads.pump()
             layer = model.layers[0]
             for work in (
                 lambda: layer.weight.sum().item(),

@@ -1,0 +1,148 @@
+"""Weights leave memory for others. What was changed is written home first.
+
+Weights stay in memory while they fit. If they do not, what is needed last leaves first (:mod:`.order`).
+What was changed is written home at once if it cannot stay until its next use, so that it is gone when
+its memory is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from penstock.core.errors import PenstockError
+from penstock.core.locks import defer
+from penstock.io.engine import Transfer
+from penstock.weights.stays import Stay, WeightTable
+
+NOW: Final = -1
+"""Distance of what is needed at once."""
+
+
+class WeightEviction:
+    """Frees memory of weights. Thread-safe.
+
+    Attributes:
+        failure: Why a weight could not be written home; no more are written in this step then.
+    """
+
+    def __init__(self, table: WeightTable) -> None:
+        """Free memory of the weights of a table."""
+        self._table = table
+        self.failure: BaseException | None = None
+
+    def give_way(self, nbytes: int) -> None:
+        """Begin to free memory for other parts of Penstock, of what is needed last. Never waits.
+
+        Args:
+            nbytes: Bytes that are missing.
+        """
+        account = self._table.account
+        enough = account.used_bytes - nbytes
+        while account.used_bytes > enough and self._give_some(account.used_bytes - enough):
+            pass
+
+    def _give_some(self, nbytes: int) -> bool:
+        """Free idle memory, or let one weight leave; return False if nothing can be freed at once.
+
+        If what is needed last was changed, begin to write as much as ``nbytes``.
+        """
+        if self._table.memory.trim(nbytes):
+            return True
+        with self._table.wake:
+            return self.free(nbytes, later_than=NOW) or self.take_unneeded_read()
+
+    def moved(self) -> None:
+        """A read or write is over: go on to give way, if somebody still waits for that."""
+        with self._table.wake:
+            self._table.wake.notify_all()
+        owed = self._table.account.owed_bytes
+        if owed and self._give_some(owed):
+            defer(self.moved)  # after what was let go is freed, which is deferred as this is
+
+    def take_unneeded_read(self, stay: Stay | None = None) -> bool:
+        """Let a weight whose read is over be in memory, which it can then leave. Under the lock."""
+        for each in self._table.stays:
+            if each is not stay and each.coming is not None and each.coming.done:
+                self._table.arrived(each)
+                return True
+        return False
+
+    def free(self, nbytes: int, *, later_than: int) -> bool:
+        """Let the weight that is needed last leave memory, if it is needed later than that.
+
+        If what is needed last was changed, begin to write as much as is to be freed. Under the lock.
+
+        Returns:
+            Whether memory was freed.
+        """
+        leaving = sum(stay.home.nbytes for stay in self._table.stays if stay.writing is not None)
+        idle = (
+            (self._table.order.next_use(stay.index), stay)
+            for stay in self._table.stays
+            if stay.storage is not None
+            and not (stay.pins or stay.touching)
+            and stay.writing is None
+        )
+        for next_use, stay in sorted(idle, key=lambda each: -each[0]):
+            if next_use <= later_than:
+                return False
+            if stay.is_lent or stay.must_stay:
+                continue
+            if not stay.is_changed:
+                self._table.send_home(stay)
+                return True
+            if leaving < nbytes and self.failure is None:
+                self.write(stay)
+                leaving += stay.home.nbytes
+        return False
+
+    def should_leave(self, stay: Stay) -> bool:
+        """Return whether a weight cannot stay until its next use. Under the lock."""
+        if stay.storage is None or stay.writing is not None or not stay.dirty:
+            return False
+        if stay.must_stay:
+            return False
+        if stay.pins or stay.touching or stay.is_lent:
+            return False
+        limit, needed = self._table.account.limit_bytes, stay.home.nbytes
+        if self._table.total_bytes <= limit:
+            return False
+        seen = {stay.index}
+        for index in self._table.order.upcoming():
+            if index == stay.index:
+                break
+            if index not in seen:
+                seen.add(index)
+                needed += self._table.stays[index].home.nbytes
+        return needed > limit
+
+    def write(self, stay: Stay) -> None:
+        """Begin to write a weight home. Under the lock."""
+        storage, parameter = stay.storage, stay.home.parameter
+        assert storage is not None
+        stay.dirty = False
+        if parameter is not None:
+            stay.version = parameter._version
+        resting = stay.home.resting
+        try:
+            stay.writing = stay.home.written_from(storage.data_ptr(), storage)
+        except PenstockError as error:  # as if the write had failed later
+            stay.dirty = True
+            self.failure = error.with_traceback(None)
+            return
+        self._table.resting_moved(stay, resting)
+        stay.writing.add_done_callback(lambda transfer: defer(self._written, stay, transfer))
+
+    def _written(self, stay: Stay, transfer: Transfer) -> None:
+        """A weight is at home, or not; in a thread of the engine's."""
+        with self._table.wake:
+            stay.writing = None
+            if transfer.error is not None:
+                stay.dirty = True
+                self.failure = transfer.error
+        self.moved()
+
+    def wait_for_write(self, stay: Stay) -> None:
+        """Wait until no write of a weight is in flight."""
+        with self._table.wake:  # if it fails, the weight is in memory, and counts as changed
+            self._table.wake.wait_for(lambda: stay.writing is None)

@@ -1,0 +1,188 @@
+"""Weights are worked with at rest, by optimizers and in backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from penstock.core.errors import InPlaceError
+from penstock.homed import home_of
+from penstock.weights.eviction import WeightEviction
+from penstock.weights.homes import Home, is_dense
+from penstock.weights.module_uses import ModuleUses
+from penstock.weights.reads import WeightReads
+from penstock.weights.stays import Stay, WeightTable
+
+
+class WeightKeeper:
+    """Keeper of all homes of a session. Thread-safe; see :class:`.homes.Keeper`."""
+
+    def __init__(
+        self, table: WeightTable, eviction: WeightEviction, reads: WeightReads, uses: ModuleUses
+    ) -> None:
+        """Keep the weights of a table.
+
+        Args:
+            table: The weights.
+            eviction: Writes them home.
+            reads: Brings them.
+            uses: Told of the modules that touch a weight.
+        """
+        self._table = table
+        self._eviction = eviction
+        self._reads = reads
+        self._uses = uses
+
+    # -- for backward -----------------------------------------------------------------------------
+
+    def bring(self, home: Home, parameter: Parameter) -> torch.UntypedStorage:
+        """Return the memory of a weight; it stays as long as anybody refers to it."""
+        if home.keeper is not self or (home.parameter is None and home_of(parameter) is None):
+            if not home.is_mapped and home.is_at_rest:
+                home.begin_touch()  # which raises
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # the session is closed, or it has left its home
+                return Tensor.untyped_storage(parameter)
+        self._table.check_process(home)
+        stay = self._table.by_home[home]
+        self._reads.acquire(stay)
+        storage = stay.storage
+        if storage is None and home.is_mapped:
+            storage = home.resting.untyped_storage()
+        self._reads.release(stay)
+        if storage is None:
+            raise InPlaceError(
+                f"weight {home.name}, which backward needs, was replaced meanwhile in another thread"
+            )
+        return storage
+
+    # -- for optimizers ---------------------------------------------------------------------------
+
+    @property
+    def memory_bytes(self) -> int:
+        """Limit of the weights in memory; see :class:`penstock.homed.HomedWeight`."""
+        return self._table.account.limit_bytes
+
+    def hold(self, home: Home) -> None:
+        """Bring a weight to be changed; see :class:`penstock.homed.HomedWeight`."""
+        self._table.check_process(home)
+        stay = self._table.by_home[home]
+        self._reads.acquire(stay)
+        self._eviction.wait_for_write(stay)
+        if stay.storage is not None:
+            self._table.memory.settle(stay.storage)
+
+    def let_go(self, home: Home, *, changed: bool) -> None:
+        """End a ``hold``."""
+        stay = self._table.by_home[home]
+        if changed:
+            self.lent(home)
+        self._reads.release(stay)
+        with self._table.wake:
+            begin = self._eviction.should_leave(stay)
+            if begin:
+                self._eviction.write(stay)
+
+    # -- for resting weights ----------------------------------------------------------------------
+
+    def begin_touch(self, home: Home) -> None:
+        """Let a weight stay where it is, no transfer of it be in flight, and note who works with it."""
+        self._table.check_process(home)
+        stay = self._table.by_home[home]
+        if not home.is_mapped:
+            self._reads.acquire(stay)
+            with self._table.wake:
+                stay.begin_use()
+            self._reads.release(stay)
+            self._uses.note_user(stay)
+            return
+        while True:
+            if stay.coming is not None:  # what it reads may be changed now
+                self._reads.finish(stay)
+            with self._table.wake:
+                self._table.wake.wait_for(lambda: stay.writing is None)
+                if stay.coming is None:
+                    stay.begin_use()
+                    break
+        self._uses.note_user(stay)
+
+    def end_touch(self, home: Home, *, changed: bool) -> None:
+        """End a touch."""
+        stay = self._table.by_home[home]
+        with self._table.wake:
+            if stay.at_home:
+                stay.at_home -= 1
+            else:
+                stay.touching -= 1
+            if changed:
+                stay.note_change()
+            self._table.check_memory(stay)
+            self._table.wake.notify_all()
+
+    def lent(self, home: Home) -> None:
+        """Note that a weight may be changed where it is."""
+        self._table.check_process(home)
+        with self._table.wake:
+            self._table.by_home[home].note_change()
+
+    def replaced(self, home: Home, data: Tensor) -> None:
+        """Take other values of a weight, of any shape and type; if it cannot rest, it leaves its home."""
+        stay = self._table.by_home[home]
+        if not home.is_mapped:
+            self._replaced_on_device(stay, data)
+            return
+        old = home.resting
+        is_dense_here = data.device == old.device and is_dense(data)
+        is_same = (data.dtype, data.size(), data.stride()) == (old.dtype, old.size(), old.stride())
+        home.begin_touch()
+        try:
+            if is_dense_here and not is_same:
+                self._move(stay, data)
+            elif is_dense_here:
+                home.take(data)
+        finally:
+            home.end_touch(changed=True)
+        if not is_dense_here:
+            parameter = home.parameter
+            with self._table.wake:
+                self._table.leave_home(stay)
+            with torch._C.DisableTorchFunctionSubclass():
+                Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
+
+    def _replaced_on_device(self, stay: Stay, data: Tensor) -> None:
+        """Let a weight whose home is not mapped leave it for other values."""
+        parameter = stay.home.parameter
+        if parameter is None or data is parameter:  # as by ``to`` with nothing to convert
+            return
+        with self._table.wake:
+            self._table.leave_home(stay)
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
+
+    def _move(self, stay: Stay, data: Tensor) -> None:
+        """Let a weight have another shape or type from now on."""
+        home = stay.home
+        others = [
+            each.home
+            for each in self._table.stays
+            if each is not stay and each.home.parameter is not None
+        ]
+        self._table.check_sizes(
+            [(each.nbytes, each.name) for each in others] + [(data.nbytes, home.name)]
+        )
+        before = home.nbytes
+        with self._table.wake:
+            resting = home.resting.untyped_storage()
+            kind = type(home.parameter)
+            home.move(data)
+            if stay.storage is not None:
+                self._table.by_storage.pop(stay.storage._cdata, None)
+                stay.storage = None
+                stay.at_home, stay.touching = stay.pins + stay.touching, 0
+            self._table.by_storage.pop(resting._cdata, None)
+            self._table.by_storage[home.resting.untyped_storage()._cdata] = stay
+            self._table.total_bytes += home.nbytes - before
+            if stay.pins:
+                home.parameter.__class__ = kind

@@ -1,0 +1,180 @@
+"""Brings weights to memory: when they are needed, and before, as long as there is room.
+
+Reads begin in the order of uses (:mod:`.order`). If there is no room, something leaves that is needed
+later than what would be read (:mod:`.eviction`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from penstock.core.locks import defer
+from penstock.core.units import MIB
+from penstock.io.engine import Priority
+from penstock.weights.eviction import NOW, WeightEviction
+from penstock.weights.resting import RestingParameter
+from penstock.weights.stays import Stay, WeightTable
+
+AHEAD_BYTES: Final = 256 * MIB
+"""Most bytes of reads in flight at once, but for a longer weight."""
+AHEAD_SHARE: Final = 4
+"""Weights leave memory for others that come before this part of the limit is used."""
+
+
+class WeightReads:
+    """Brings weights to memory, and lets them be used there. Thread-safe.
+
+    Attributes:
+        waited_ns: Time that the threads have waited for reads and for room.
+        demands: Reads that began only when the weight was needed.
+        forced: Times that the limit was exceeded.
+    """
+
+    def __init__(
+        self, table: WeightTable, eviction: WeightEviction, clock_ns: Callable[[], int]
+    ) -> None:
+        """Bring the weights of a table.
+
+        Args:
+            table: The weights.
+            eviction: Frees their memory.
+            clock_ns: Returns the time.
+        """
+        self._table = table
+        self._eviction = eviction
+        self._clock_ns = clock_ns
+        self.waited_ns = 0
+        self.demands = 0
+        self.forced = 0
+
+    def acquire(self, stay: Stay) -> None:
+        """Bring a weight and pin it."""
+        with self._table.wake:
+            self._table.order.note(stay.index)
+            stay.pins += 1
+        try:
+            self._bring(stay)
+        except BaseException:
+            with self._table.wake:
+                stay.at_home += stay.storage is None  # which ``release`` takes away
+            self.release(stay)
+            raise
+        storage = stay.storage
+        if storage is not None:
+            self._table.memory.use(storage)
+        self.pump()
+
+    def release(self, stay: Stay) -> None:
+        """End what ``acquire`` has begun."""
+        with self._table.wake:
+            stay.pins -= 1
+            if stay.storage is None:
+                stay.at_home -= 1
+                stay.home.check_version()
+            parameter = stay.home.parameter
+            if not stay.pins and parameter is not None:
+                parameter.__class__ = RestingParameter
+                self._table.check_memory(stay)
+            self._table.wake.notify_all()
+
+    def _bring(self, stay: Stay) -> None:
+        while True:
+            with self._table.wake:
+                if stay.storage is not None:
+                    stay.show_busy()
+                    return
+                is_gone = stay.home.parameter is None  # the program has dropped it
+                if stay.coming is None and (is_gone or stay.at_home or stay.home.is_lent):
+                    stay.at_home += 1
+                    stay.show_busy()
+                    return
+                is_begun = stay.coming is not None or self.begin(stay, Priority.DEMAND)
+                has_room = is_begun or self._make_room(stay)
+                if not is_begun and has_room:
+                    continue
+            if not has_room and not self._table.memory.wait_for_room():
+                with self._table.wake:
+                    if stay.storage is None and stay.coming is None:
+                        self.forced += 1
+                        self.begin(stay, Priority.DEMAND, force=True)
+            self.finish(stay)
+
+    def finish(self, stay: Stay) -> None:
+        """Wait for the read of a weight, if there is one, and let the weight be in memory."""
+        coming = stay.coming
+        if coming is None:
+            return
+        if not coming.done:
+            coming.promote(Priority.DEMAND)
+            begun = self._clock_ns()
+            with suppress(Exception):  # looked at below
+                coming.wait()
+            self.waited_ns += self._clock_ns() - begun
+        with self._table.wake:
+            error = self._table.arrived(stay) if stay.coming is coming else None
+        if error is not None:
+            raise error
+
+    def begin(self, stay: Stay, priority: Priority, *, force: bool = False) -> bool:
+        """Begin to read a weight if there is memory for it. Under the lock."""
+        home = stay.home
+        home.check_version()
+        resting = home.resting
+        home.settle()
+        self._table.resting_moved(stay, resting)
+        begun = self._table.memory.begin(home, priority, force=force)
+        if begun is None:
+            return False
+        block, coming = begun
+        stay.block, stay.coming = block, coming
+        self._table.coming_bytes += home.nbytes
+        if priority is Priority.DEMAND:
+            self.demands += 1
+        coming.add_done_callback(lambda _: defer(self._eviction.moved))
+        return True
+
+    def _make_room(self, stay: Stay) -> bool:
+        """Free memory for a weight that is needed now; return False if nothing can go. Under the lock."""
+        if self._eviction.free(
+            stay.home.nbytes, later_than=NOW
+        ) or self._eviction.take_unneeded_read(stay):
+            return True
+        if any(each.writing is not None or each.coming is not None for each in self._table.stays):
+            begun = self._clock_ns()
+            self._table.wake.wait()
+            self.waited_ns += self._clock_ns() - begun
+            return True
+        return False
+
+    def pump(self) -> None:
+        """Begin the reads of what is needed next, as far as there is room.
+
+        Weights leave only for the next few: if they left for all that comes, none would stay until its
+        next use where forward follows forward.
+        """
+        while self._begin_reads():
+            pass
+
+    def _begin_reads(self) -> bool:
+        """Do so; return True if something has left memory, which is free only when the lock is."""
+        with self._table.wake:
+            if self._table.memory.is_over_limit:
+                return self._eviction.free(0, later_than=NOW)
+            before, ahead = 0, min(AHEAD_BYTES, self._table.account.limit_bytes // AHEAD_SHARE)
+            for distance, index in enumerate(self._table.order.upcoming()):
+                stay = self._table.stays[index]
+                before, near = before + stay.home.nbytes, before <= ahead
+                if stay.storage is not None or stay.coming is not None or stay.at_home:
+                    continue
+                if stay.home.parameter is None or stay.home.is_lent:
+                    continue
+                if (
+                    self._table.coming_bytes
+                    and self._table.coming_bytes + stay.home.nbytes > AHEAD_BYTES
+                ):
+                    return False
+                if not self.begin(stay, Priority.PREFETCH):
+                    return near and self._eviction.free(stay.home.nbytes, later_than=distance)
+        return False

@@ -1,0 +1,257 @@
+"""Weights of a session: where the memory of each is, and who uses it.
+
+[Note: who uses a weight]
+    A module that owns a weight, from the call of its forward to the return; a weight that another module
+    touches is brought with that module from then on. Backward, as long as anybody refers to the memory
+    that it was given, which is known by the use count of the storage. An optimizer, between ``hold`` and
+    ``let_go``. Everybody else meets the weight at rest (:mod:`.resting`).
+
+    What is in memory and not pinned has the class of a resting weight, so that whoever touches it there
+    is noticed too: it counts as changed then, if its memory may have been given away.
+
+    Memory to which others refer stays the parameter's memory, so that each sees what the other writes:
+    a buffer does not leave then, and a weight whose mapping was lent, or is worked with just now, is
+    used at home, by modules too.
+
+[Note: memory and threads]
+    Memory and class of a parameter are exchanged under the lock of the table, in the thread that works
+    with it; threads of the engine only set flags. A failed write leaves the weight in memory, over the
+    limit if it must, and is tried again in the next step; a failed read is an error where the weight is
+    needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from penstock.core.errors import BudgetError
+from penstock.core.locks import condition
+from penstock.core.process import fork_guard
+from penstock.core.units import format_bytes
+from penstock.homed import home_of
+from penstock.io.engine import Transfer
+from penstock.store.account import Account
+from penstock.weights.brought import BroughtMemory
+from penstock.weights.homes import Home, Keeper, shares_storage, show, use_count, view_like
+from penstock.weights.order import UseOrder
+from penstock.weights.resting import BusyParameter, RestingParameter
+
+
+class Stay:
+    """One weight's memory; see [Note: who uses a weight].
+
+    Attributes:
+        storage: Its memory; None if it is not there.
+        own_uses: Use count of the storage if nobody else refers to it.
+        block, coming: Memory that is being filled, of the kind that weights are brought to,
+            and the read.
+        writing: Write home in flight.
+        dirty: True if the memory is newer than the home.
+        version: The parameter's version when the memory was as the home.
+        pins: Users that need the class and the memory to stay.
+        touching: Operations on the weight in memory that are not over.
+        at_home: Users of both kinds that work with the mapping: no read begins meanwhile.
+    """
+
+    __slots__ = (
+        *("at_home", "block", "coming", "dirty", "home", "index", "own_uses", "pins", "storage"),
+        *("address", "touching", "version", "writing"),
+    )
+
+    def __init__(self, index: int, home: Home) -> None:
+        """Be at home.
+
+        Args:
+            index: Number of the weight.
+            home: Its home.
+        """
+        self.index = index
+        self.home = home
+        self.storage: torch.UntypedStorage | None = None
+        self.own_uses = 0
+        self.block: Any = None
+        self.coming: Transfer | None = None
+        self.writing: Transfer | None = None
+        self.dirty = False
+        self.version = 0
+        self.pins = 0
+        self.touching = 0
+        self.at_home = 0
+        self.address = 0
+
+    @property
+    def is_lent(self) -> bool:
+        """True if others than the parameter refer to the buffer, or it was moved to shared memory."""
+        storage = self.storage
+        assert storage is not None
+        return use_count(storage) > self.own_uses or storage.data_ptr() != self.address
+
+    @property
+    def is_changed(self) -> bool:
+        """True if the memory is newer than the home."""
+        parameter = self.home.parameter
+        return self.dirty or (parameter is not None and parameter._version != self.version)
+
+    @property
+    def must_stay(self) -> bool:
+        """True if it stays in memory because it cannot be written home from there."""
+        return self.storage is not None and not self.home.is_mapped and self.is_changed
+
+    def show_busy(self) -> None:
+        """Give the parameter the class of a weight that is used. Under the lock."""
+        parameter = self.home.parameter
+        if parameter is not None and type(parameter) is RestingParameter:
+            cast(Any, parameter).__class__ = BusyParameter
+
+    def begin_use(self) -> None:
+        """Let it stay where it is until a touch is over. Under the lock."""
+        if self.storage is None:
+            self.at_home += 1
+        else:
+            self.touching += 1
+
+    def note_change(self) -> None:
+        """Note that its values may be changed where it is. Under the lock."""
+        if self.storage is None:
+            self.home.forget()
+        else:
+            self.dirty = True
+
+
+class WeightTable:
+    """All weights of a session, under one lock.
+
+    Attributes:
+        stays: The weights, by number.
+        by_home: The same by their homes.
+        by_storage: The same by what identifies the storage that they have in memory, or at rest.
+        account: Account of the weights in memory.
+        memory: Where weights are brought to, charged to ``account``.
+        order: Order of their uses.
+        wake: Condition on the lock, which guards all of this; notified when a transfer or a use is over.
+        guard: Knows whether this process is a forked child.
+        total_bytes: Bytes of all weights that have a home.
+        coming_bytes: Bytes of those whose reads are in flight.
+        left: Names of weights that have left their homes.
+    """
+
+    def __init__(self, account: Account, memory: BroughtMemory) -> None:
+        """Know no weight yet."""
+        self.stays: list[Stay] = []
+        self.by_home: dict[Home, Stay] = {}
+        self.by_storage: dict[int, Stay] = {}
+        self.account = account
+        self.memory = memory
+        self.order = UseOrder()
+        self.wake = condition()
+        self.guard = fork_guard()
+        self.total_bytes = 0
+        self.coming_bytes = 0
+        self.left: list[str] = []
+
+    def add(self, homes: Sequence[Home], keeper: Keeper) -> None:
+        """Let ``keeper`` keep the weights of these homes."""
+        with self.wake:
+            for home in homes:
+                stay = Stay(len(self.stays), home)
+                self.stays.append(stay)
+                self.by_home[home] = stay
+                if home.is_mapped:
+                    self.by_storage[home.resting.untyped_storage()._cdata] = stay
+                self.total_bytes += home.nbytes
+                home.keeper = keeper
+            self.order.add(len(homes))
+
+    def check_sizes(self, sizes: list[tuple[int, str]]) -> None:
+        """Raise BudgetError if two weights do not fit in memory: their lengths and names."""
+        sizes = sorted(sizes)
+        least = sum(nbytes for nbytes, _ in sizes[-2:])
+        limit = self.account.limit_bytes
+        if least <= limit:
+            return
+        largest = sizes[-1]
+        raise BudgetError(
+            f"weights in memory are limited to {format_bytes(limit)}, and the largest, {largest[1]}"
+            f" ({format_bytes(largest[0])}), and the one after it need {format_bytes(least)}: give"
+            f" weights_memory={least} at least",
+            slot=largest[1],
+            limit_bytes=limit,
+            least_bytes=least,
+        )
+
+    def check_process(self, home: Home) -> None:
+        """Raise ClosedError in a forked child: transfers, their threads and locks are the parent's."""
+        if self.guard.in_child:
+            raise self.guard.error(
+                f"weight {home.name}, which rests on flash,", "give the child a copy of the model"
+            )
+
+    def stay_of(self, parameter: Parameter) -> Stay | None:
+        """Return the weight that a parameter is; None if it is none of these."""
+        home = home_of(parameter)
+        return None if home is None else self.by_home.get(home)  # type: ignore[call-overload]
+
+    def arrived(self, stay: Stay) -> BaseException | None:
+        """Let a weight whose read is over be in memory, or return the error. Under the lock."""
+        block, coming = stay.block, stay.coming
+        assert block is not None
+        assert coming is not None
+        stay.block = stay.coming = None
+        self.coming_bytes -= stay.home.nbytes
+        if coming.error is not None:
+            self.memory.drop(block)
+            return coming.error.with_traceback(None)
+        parameter = stay.home.parameter
+        if parameter is None or stay.home.is_lent or not stay.home.is_as_read:
+            self.memory.drop(block)  # it may have been changed at home meanwhile
+            return None
+        storage = self.memory.finish(block, stay.home)
+        stay.storage = storage
+        stay.address = storage.data_ptr()
+        stay.dirty = False
+        if parameter is not None:
+            kind = BusyParameter if stay.pins else RestingParameter
+            show(parameter, view_like(storage, stay.home.layout), kind)
+            stay.version = parameter._version
+        stay.own_uses = use_count(storage)
+        self.by_storage[storage._cdata] = stay
+        return None
+
+    def send_home(self, stay: Stay) -> None:
+        """Free the memory of a weight that is as its home. Under the lock."""
+        storage, stay.storage = stay.storage, None
+        assert storage is not None
+        self.by_storage.pop(storage._cdata, None)
+        stay.home.rest()
+
+    def resting_moved(self, stay: Stay, before: Tensor) -> None:
+        """Note that a weight may have another home than before. Under the lock."""
+        if stay.home.resting is not before:
+            self.by_storage.pop(before.untyped_storage()._cdata, None)
+            self.by_storage[stay.home.resting.untyped_storage()._cdata] = stay
+
+    def check_memory(self, stay: Stay) -> None:
+        """Let a weight leave its home that has other memory, as ``set_`` gives it. Under the lock."""
+        parameter, storage = stay.home.parameter, stay.storage
+        if storage is None:
+            storage = stay.home.resting.untyped_storage()
+        if parameter is not None and not shares_storage(parameter, storage):
+            self.leave_home(stay)
+
+    def leave_home(self, stay: Stay) -> None:
+        """Leave a weight to memory, and to those who have given it that memory. Under the lock."""
+        name = stay.home.name
+        if stay.storage is not None:
+            self.by_storage.pop(stay.storage._cdata, None)
+            stay.storage = None
+            stay.at_home, stay.touching = stay.pins + stay.touching, 0
+        self.by_storage.pop(stay.home.resting.untyped_storage()._cdata, None)
+        stay.home.generation += 1
+        stay.home.leave()
+        self.left.append(name)
+        self.total_bytes -= stay.home.nbytes
