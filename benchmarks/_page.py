@@ -201,9 +201,11 @@ def _weights(figures: dict[str, Any]) -> None:
                 " change"
             )
         else:
+            differs = found.get("largest_difference")
             others.append(
-                f"{name} {found['step_s']:.2f} s (Penstock {found['flash_ratio']:.2f} x; differs by"
-                f" {found['largest_difference']:.1g})"
+                f"{name} {found['step_s']:.2f} s (Penstock {found['flash_ratio']:.2f} x"
+                + ("" if differs is None else f"; differs by {differs:.1g}")
+                + ")"
             )
     plan = figures.get("plan", {})
     ratios = {name: plan.get(f"measured_of_{name}") for name in ("step_s", "read_bytes")}
@@ -213,6 +215,7 @@ def _weights(figures: dict[str, Any]) -> None:
 
 WEIGHTS_SIDES = {
     "plain": "plain, all in memory:",
+    "raw": "reading alone",
     "mapped": "mapped files",
     "accelerate": "accelerate",
     "airllm": "AirLLM",

@@ -54,20 +54,28 @@ def test_rows_of_queries_rotate_as_neighbours(module):
     torch.testing.assert_close(halves, ours)
 
 
-def test_sides_are_compared_by_round(module):
+def side(times, outputs, **others):
+    return {"times": times, "outputs": outputs, "step_s": sum(times[2:]) / len(times[2:]), **others}
+
+
+def test_sides_are_compared_turn_by_turn(module):
     weights = module("weights")
     args = Namespace(mode="prefill", tokens=8, shape="25M", dtype="float32", format="int8")
     rounds = [
         {
-            "flash": {"step_s": flash, "outputs": [[1.0, 2.0]], "read_bytes": 58982400},
-            "mapped": {"step_s": 2.0, "outputs": [[1.0, 2.5]]},
+            "flash": side([9.0, 9.0, flash, 1.0], [[1.0, 2.0]], read_bytes=58982400),
+            "mapped": side([1.0, 1.0, 2.0, 2.0], [[1.0, 2.5]]),
+            "raw": side([1.0, 1.0, 2.0, 2.0], []),
             "airllm": {"failed": "no memory"},
         }
-        for flash in (1.0, 3.0, 1.5)
+        for flash in (1.0, 3.0, 2.0)
     ]
     found = weights.compared(args, rounds, {"step_s": 3.0, "read_bytes": 0})
-    assert found["mapped"]["flash_ratio"] == 0.75
+    assert found["mapped"]["flash_ratio"] == 0.5
+    assert found["mapped"]["flash_ratio_of_each_round"] == [0.5, 1.0, 0.75]
     assert found["mapped"]["largest_difference"] == 0.5
+    assert found["raw"]["flash_ratio"] == 0.5
+    assert "largest_difference" not in found["raw"]
     assert found["airllm"] == {"failed": "no memory"}
     assert found["plan"] == {"step_s": 3.0, "read_bytes": 0, "measured_of_step_s": 0.5}
     # four blocks of 512 by 512, and of 1376 by 512, and a head; the embedding is read by rows

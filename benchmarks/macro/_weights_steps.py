@@ -1,13 +1,12 @@
 """Steps of the benchmark of weights on flash, and their figures; peers use them without Penstock."""
 
-import statistics
+import json
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-WARM_UP = 2
 SAMPLED = 997
 """Every so many logits are compared: a prime, so that they are spread over the vocabulary."""
 
@@ -25,24 +24,30 @@ def sampled(logits):
     return logits[0, -1, ::SAMPLED].float().tolist()
 
 
-def measure(step, job):
-    """Medians of the steps after the first two; ``step`` takes token ids and returns what is compared."""
-    outputs, times, moved = [], [], []
-    for number, ids in enumerate(all_ids(job)):
-        if number == job["steps"] + WARM_UP:
-            break
+def serve(step, job, *, to=sys.stdout, **known):
+    """Make one step for each line of stdin, and write its figures as a line of JSON.
+
+    Before the first, write a line with what is known already.
+
+    Args:
+        step: Takes token ids, and returns what is compared.
+        job: What this side was told.
+        to: Stream that the lines go to.
+    """
+    write(known, to)
+    for _, ids in zip(sys.stdin, all_ids(job), strict=False):
         before, begun = counters(), time.perf_counter()
-        outputs.append(step(ids))
-        times.append(time.perf_counter() - begun)
-        moved.append([now - then for now, then in zip(counters(), before, strict=True)])
-        print(f"  {job['side']} step: {times[-1]:.2f} s", file=sys.stderr)
-    return {
-        "step_s": statistics.median(times[WARM_UP:]),
-        "times": times,
-        "outputs": outputs,
-        "read_bytes": statistics.median(each[0] for each in moved[WARM_UP:]),
-        "written_bytes": statistics.median(each[1] for each in moved[WARM_UP:]),
-    }
+        outputs = step(ids)
+        took = time.perf_counter() - begun
+        read, written = (now - then for now, then in zip(counters(), before, strict=True))
+        figures = {"step_s": took, "outputs": outputs, "read_bytes": read, "written_bytes": written}
+        write(figures, to)
+
+
+def write(figures, to=sys.stdout):
+    """Write one line of JSON."""
+    to.write(json.dumps(figures) + "\n")
+    to.flush()
 
 
 def counters():

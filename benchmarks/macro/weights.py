@@ -1,8 +1,9 @@
 """Models whose weights rest on flash: time, memory and bytes of a step, beside plain PyTorch.
 
 Each side is a process of its own, in a control group that limits all of its memory, page cache included
-(version 1 of control groups; without them the limit is not set, and the result says so). Sides take
-turns, round by round. What is trained is a decoder in the shape of LLaMA with random weights:
+(version 1 of control groups; without them the limit is not set, and the result says so). The processes
+of a round live together and take turns, step by step, since a machine's speed drifts. What is trained is
+a decoder in the shape of LLaMA with random weights:
 
 * ``full``: all weights trained by ``FlashAdamW`` in backward, states in int8;
 * ``lora``: adapters on a frozen base;
@@ -12,11 +13,11 @@ turns, round by round. What is trained is a decoder in the shape of LLaMA with r
 ``flash`` streams the weights; ``plain`` has them in memory, without a limit; ``mapped`` has them in
 mapped files, which the kernel pages. ``accelerate``, ``airllm``, ``slowllama`` and ``deepspeed`` stream
 them too (``benchmarks/peers/streamed_weights.py``; each has some of the modes). They get the same weights
-and tokens, and what comes out is compared: the loss, or some of the last token's logits. Before each side
-the files of the peers leave the page cache.
+and tokens, and what comes out is compared: the loss, or some of the last token's logits. Before it starts
+the files of a peer leave the page cache.
 
-``raw_s`` is the time to read the bytes that a step of ``flash`` reads, through the same engine and
-nothing else. ``expected`` has the bytes of weights that a step reads and writes if none stays in memory;
+``raw`` reads the bytes that the last step of ``flash`` has read, through the same engine and does nothing
+else. ``expected`` has the bytes of weights that a step reads and writes if none stays in memory;
 ``plan`` has what ``penstock plan --weights flash`` foretells with the machine file of ``--machine``.
 
     penstock bench machine --flash /nvme/scratch --output here.toml
@@ -33,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -45,13 +47,19 @@ import _results
 import penstock
 from penstock.cli import plan, plan_step
 from penstock.core.errors import BudgetError
-from penstock.core.units import GIB, MIB, parse_bytes
+from penstock.core.units import GIB, MIB, parse_bytes, round_up
+from penstock.io.engine import Priority, Request
+from penstock.io.files import open_unlinked
+from penstock.io.mapping import PAGE_BYTES
 from penstock.optim import FlashAdamW
 from penstock.plan.training_step import ENGINE_BYTES
+from penstock.store.arena import Arena
 from penstock.store.engine import shared_engine
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
-OURS = ("flash", "plain", "mapped")
+OURS = ("flash", "plain", "mapped", "raw")
+WARM_UP = 2
+"""Turns that are not counted."""
 PEERS = {
     "accelerate": ("accelerate", ("full", "prefill", "decode")),
     "airllm": ("airllm", ("prefill", "decode")),
@@ -67,7 +75,7 @@ FLOOR = MIB
 def main():
     args = parse()
     if args.job:
-        print(json.dumps(child(json.loads(args.job))))
+        child(json.loads(args.job))
         return
     _results.warn_if_busy()
     foretold = planned(args) if args.machine else None
@@ -76,7 +84,7 @@ def main():
         sides = {side: job for side, job in sides.items() if job and prepared(job)}
         rounds = []
         for number in range(args.rounds):
-            rounds.append({side: run(args, job) for side, job in sides.items()})
+            rounds.append(take_turns(args, sides))
             print(json.dumps({"round": number, **rounds[-1]}), flush=True)
     figures = compared(args, rounds, foretold)
     print(json.dumps(figures, indent=2))
@@ -141,48 +149,126 @@ def prepared(job):
     if job["side"] in OURS:
         return True
     Path(job["folder"]).mkdir()
-    _, problem = started({**job, "stage": "prepare"})
+    job = {**job, "stage": "prepare"}
+    with tempfile.TemporaryFile("w+") as errors:
+        problem = last_words(started(job, errors), errors, job)
     if problem:
-        print(f"{job['side']} is left out: it could not write its files: {problem['failed']}")
+        print(f"{job['side']} is left out: it could not write its files: {problem}")
     return not problem
 
 
-def run(args, job):
-    """The figures of one side in one round."""
-    leave_page_cache(job["folder"])
-    limit = None if job["side"] == "plain" else parse_bytes(args.memory, what="--memory")
-    if limit is None or not CGROUPS.is_dir():
-        found, problem = started({**job, "stage": "measure"})
-        return problem or found
-    group = CGROUPS / f"penstock-weights-{os.getpid()}"
-    group.mkdir()
+def take_turns(args, sides):
+    """The figures of each side, whose steps alternate with those of the others."""
+    running = {side: Running(args, job) for side, job in sides.items()}
     try:
-        (group / "memory.limit_in_bytes").write_text(str(limit))
-        found, problem = started({**job, "stage": "measure", "group": str(group)})
-        peak = int((group / "memory.max_usage_in_bytes").read_text())
-        return (problem or found) | {"limited_to_bytes": limit, "group_peak_bytes": peak}
+        turns = {side: [] for side in running}
+        for number in range(WARM_UP + args.steps):
+            nbytes = 0
+            for side, each in running.items():
+                found = each.step(nbytes)
+                if found is None:
+                    continue
+                print(f"  {number} {side}: {found['step_s']:.2f} s", file=sys.stderr)
+                if side == "flash":
+                    nbytes = found["read_bytes"]
+                turns[side].append(found)
+        return {side: each.figures(turns[side]) for side, each in running.items()}
     finally:
-        time.sleep(0.2)
-        group.rmdir()
+        for each in running.values():
+            each.end()
+            each.leave()
 
 
-def started(job):
-    """What a process says of a job, and its last words if it failed."""
-    with tempfile.TemporaryFile("w+") as errors:
-        done = subprocess.run(
-            [*job["command"], json.dumps(job)],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            check=False,
-        )
-        errors.seek(0)
-        lines = errors.read().rstrip().splitlines()
+class Running:
+    """One side's process, and its control group."""
+
+    def __init__(self, args, job):
+        leave_page_cache(job["folder"])
+        self.group = None
+        unlimited = job["side"] in ("plain", "raw") or not CGROUPS.is_dir()
+        self.limit = None if unlimited else parse_bytes(args.memory, what="--memory")
+        if self.limit is not None:
+            self.group = CGROUPS / f"penstock-weights-{os.getpid()}-{job['side']}"
+            self.group.mkdir()
+            (self.group / "memory.limit_in_bytes").write_text(str(self.limit))
+            job = {**job, "group": str(self.group)}
+        self.job = {**job, "stage": "measure"}
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in ``end``)
+        self.process = started(self.job, self.errors)
+        self.known = self.answer() or {}
+
+    def step(self, nbytes):
+        """The figures of the next step; None if the process has ended."""
+        try:
+            self.process.stdin.write(f"{nbytes}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        return self.answer()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def figures(self, turns):
+        """Medians of the steps after the first two, and the peak of the control group."""
+        found = dict(self.known)
+        problem = self.end()
+        if problem:
+            found["failed"] = problem
+        elif turns:
+            counted = turns[WARM_UP:]
+            found |= {
+                key: statistics.median(each[key] for each in counted)
+                for key in ("step_s", "read_bytes", "written_bytes")
+            }
+            found["times"] = [each["step_s"] for each in turns]
+            found["outputs"] = [each["outputs"] for each in turns]
+        if self.group:
+            peak = int((self.group / "memory.max_usage_in_bytes").read_text())
+            found |= {"limited_to_bytes": self.limit, "group_peak_bytes": peak}
+        return found
+
+    def end(self):
+        """Let the process end; return its last words if it failed."""
+        if self.errors.closed:
+            return None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.read()
+        problem = last_words(self.process, self.errors, self.job)
+        self.errors.close()
+        return problem
+
+    def leave(self):
+        """Remove the control group."""
+        if self.group:
+            time.sleep(0.2)
+            self.group.rmdir()
+
+
+def started(job, errors):
+    return subprocess.Popen(
+        [*job["command"], json.dumps(job)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+    )
+
+
+def last_words(process, errors, job):
+    """Wait for a process; return what it said last if it failed."""
+    process.wait()
+    errors.seek(0)
+    lines = errors.read().rstrip().splitlines()
     print("\n".join(lines), file=sys.stderr)
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1]), None
-    last = lines[-1] if lines and done.returncode > 0 else f"ended by signal {-done.returncode}"
-    return None, {"failed": last.replace(job["folder"], "")}
+    if process.returncode == 0:
+        return None
+    last = (
+        lines[-1] if lines and process.returncode > 0 else f"ended by signal {-process.returncode}"
+    )
+    return last.replace(job["folder"], "")
 
 
 def leave_page_cache(folder):
@@ -194,7 +280,7 @@ def leave_page_cache(folder):
 
 
 def compared(args, rounds, foretold):
-    """Medians of each side, and of the ratios of ``flash`` to it in the same round."""
+    """Medians of each side, and of the ratios of the steps of ``flash`` to those of the same turns."""
     figures = {"tokens": 1 if args.mode == "decode" else args.tokens}
     for side in rounds[0]:
         good = [each for each in rounds if "failed" not in each[side]]
@@ -206,28 +292,29 @@ def compared(args, rounds, foretold):
             for key, value in good[0][side].items()
             if isinstance(value, int | float)
         }
-        both = [each for each in good if "outputs" in each[side] and "outputs" in each["flash"]]
-        if side != "flash" and both:
-            pairs = [(each["flash"], each[side]) for each in both]
-            figures[side] |= {
-                "flash_ratio": statistics.median(a["step_s"] / b["step_s"] for a, b in pairs),
-                "flash_ratio_of_each_round": [a["step_s"] / b["step_s"] for a, b in pairs],
-                "largest_difference": max(
-                    largest_difference(a["outputs"], b["outputs"]) for a, b in pairs
-                ),
-            }
+        pairs = [(each["flash"], each[side]) for each in good if "times" in each.get("flash", ())]
+        pairs = [(ours, theirs) for ours, theirs in pairs if "times" in theirs]
+        if side == "flash" or not pairs:
+            continue
+        ratios = [ratios_of_turns(ours["times"], theirs["times"]) for ours, theirs in pairs]
+        figures[side] |= {
+            "flash_ratio": statistics.median(ratio for each in ratios for ratio in each),
+            "flash_ratio_of_each_round": [statistics.median(each) for each in ratios],
+        }
+        if side != "raw":
+            figures[side]["largest_difference"] = max(
+                largest_difference(ours["outputs"], theirs["outputs"]) for ours, theirs in pairs
+            )
     flash = figures.get("flash", {})
-    if flash.get("raw_s"):
-        flash["raw_ratio"] = statistics.median(
-            each["flash"]["step_s"] / each["flash"]["raw_s"]
-            for each in rounds
-            if "raw_s" in each["flash"]
-        )
     if "step_s" in flash:
         figures["expected"] = beside(expected(args), flash)
         if foretold:
             figures["plan"] = beside(foretold, flash)
     return figures
+
+
+def ratios_of_turns(ours, theirs):
+    return [one / other for one, other in zip(ours[WARM_UP:], theirs[WARM_UP:], strict=True)]
 
 
 def largest_difference(some, others):
@@ -309,6 +396,9 @@ def planned(args):
 
 def child(job):
     _weights_steps.enter(job.get("group"))
+    if job["side"] == "raw":
+        serve_raw(job["dir"])
+        return
     torch.manual_seed(0)
     begun = time.perf_counter()
     shape = _weights_model.SHAPES[job["shape"]]
@@ -324,15 +414,14 @@ def child(job):
         _weights_model.adapt(model)
     work = Work(model, job)
     if job["side"] != "flash":
-        return {"built_s": built_s, **_weights_steps.measure(work.step, job)}
+        _weights_steps.serve(work.step, job, built_s=built_s)
+        return
     settings = {"device_memory": job["saved_memory"], "flash": job["dir"]}
     with penstock.offload(
         model, weights="flash", weights_memory=job["weights_memory"], **settings
     ) as session:
-        found = _weights_steps.measure(work.step, job)
+        _weights_steps.serve(work.step, job, built_s=built_s)
         print(session.summary(), file=sys.stderr)
-    found["raw_s"] = raw_read_s(job["dir"], int(found["read_bytes"]))
-    return {"built_s": built_s, **found}
 
 
 class Work:
@@ -384,32 +473,26 @@ def mapped(shape, directory, dtype):
     return model
 
 
-def raw_read_s(directory, nbytes):
-    """Seconds to read so many bytes through the engine, nothing else."""
-    if nbytes < 64 * MIB:
-        return 0.0
-    from penstock.io.engine import Priority, Request  # noqa: PLC0415
-    from penstock.io.files import open_unlinked  # noqa: PLC0415
-    from penstock.store.arena import Arena  # noqa: PLC0415
-
-    length, piece = min(nbytes, 4 * GIB) // (16 * MIB) * 16 * MIB, 16 * MIB
-    file, arena, engine = open_unlinked(directory), Arena(8 * piece), shared_engine()
+def serve_raw(directory):
+    """Read as many bytes through the engine as each line of stdin says, nothing else."""
+    length, piece, depth = 4 * GIB, 16 * MIB, 8
+    file, arena, engine = open_unlinked(directory), Arena(depth * piece), shared_engine()
     file.preallocate(length)
-    blocks = [arena.allocate(piece) for _ in range(8)]
+    blocks = [arena.allocate(piece) for _ in range(depth)]
 
     def go(op, total):
-        moving = [None] * 8
-        for number in range(total // piece):
-            if moving[number % 8] is not None:
-                moving[number % 8].wait()
-            block = blocks[number % 8]
-            moving[number % 8] = engine.submit(
+        moving = [None] * depth
+        for number, start in enumerate(range(0, total, piece)):
+            if moving[number % depth] is not None:
+                moving[number % depth].wait()
+            block = blocks[number % depth]
+            moving[number % depth] = engine.submit(
                 Request(
                     op=op,
                     file=file,
-                    offset_bytes=number * piece % length,
+                    offset_bytes=start % length,
                     address=block.address,
-                    nbytes=piece,
+                    nbytes=min(piece, total - start),
                     keep_alive=block,
                     priority=Priority.PREFETCH,
                 )
@@ -419,14 +502,14 @@ def raw_read_s(directory, nbytes):
                 each.wait()
 
     go("write", length)
-    begun = time.perf_counter()
-    go("read", nbytes // piece * piece)
-    took = time.perf_counter() - begun
-    for block in blocks:
-        block.free()
-    arena.close()
-    file.close()
-    return took
+    _weights_steps.write({})
+    for line in sys.stdin:
+        nbytes = round_up(int(line), PAGE_BYTES)
+        begun = time.perf_counter()
+        go("read", nbytes)
+        took = time.perf_counter() - begun
+        found = {"step_s": took, "outputs": [], "read_bytes": nbytes, "written_bytes": 0}
+        _weights_steps.write(found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Peers whose weights rest on disk: one side of ``macro/weights.py``, one JSON line on stdout.
+"""Peers whose weights rest on disk: one side of ``macro/weights.py``, a JSON line for each step.
 
 Runs in an environment of its own, without Penstock: torch, and the package of the side. A job has two
 stages. ``prepare`` writes the weights of the benchmark's decoder in the peer's own format, without a
@@ -31,19 +31,17 @@ def main():
     job = json.loads(sys.argv[1])
     stdout = os.fdopen(os.dup(1), "w")  # all that a peer prints goes to stderr
     os.dup2(2, 1)
-    found = run(job)
-    stdout.write(json.dumps(found) + "\n")
-    stdout.flush()
+    run(job, stdout)
     os._exit(0)  # some peers abort at exit
 
 
-def run(job):
+def run(job, stdout):
     side = SIDES[job["side"]]
     if job["stage"] == "prepare":
         side.prepare(job)
-        return {}
+        return
     _weights_steps.enter(job.get("group"))
-    return side(job).measure()
+    side(job).measure(stdout)
 
 
 def decoder(job, adapted=False):
@@ -69,8 +67,8 @@ class Side:
     def prepare(job):
         """Write the weights."""
 
-    def measure(self):
-        return _weights_steps.measure(self.step, self.job)
+    def measure(self, stdout):
+        _weights_steps.serve(self.step, self.job, to=stdout)
 
     @torch.no_grad()
     def step(self, ids):
@@ -95,8 +93,11 @@ class Accelerate(Side):
     def logits(self, ids):
         return self.model(ids)
 
-    def measure(self):
-        return self.trained() if self.job["mode"] == "full" else super().measure()
+    def measure(self, stdout):
+        if self.job["mode"] == "full":
+            _weights_steps.write(self.trained(), stdout)
+        else:
+            super().measure(stdout)
 
     def trained(self):
         """How many tensors get a gradient in a step that raises nothing, and how many files change."""
