@@ -78,7 +78,8 @@ class HostMemory(BroughtMemory):
         nbytes = home.ticket.window.nbytes
         pool = self._pool
         block = pool.allocate(nbytes, wait=False)
-        if block is None and pool.trim(nbytes):  # what is idle is in pieces that are too short
+        if block is None and priority is Priority.DEMAND and pool.trim(nbytes):
+            # what was idle was in pieces that are too short
             block = pool.allocate(nbytes, wait=False)
         if block is None and force:
             block = pool.allocate(nbytes, force=True, wait=False)
