@@ -19,6 +19,7 @@ from penstock import staging
 from penstock.checkpoint import Saving
 from penstock.io.engine import Transfer
 from penstock.optim import gradients as gradients_module
+from penstock.optim.holds import WeightHolds
 from penstock.optim.pipeline import TilePipeline
 from penstock.runtime.cuda.direct import DirectInbound, DirectMover, DirectOutbound
 from penstock.runtime.cuda.inbound import Inbound
@@ -32,6 +33,10 @@ from penstock.store.base import Tier
 from penstock.store.frames import FrameJob, FrameScratch, FrameWorker
 from penstock.store.pool import Block
 from penstock.testing.access_order import AccessOrder, Span
+from penstock.weights.device import DeviceMemory
+from penstock.weights.eviction import WeightEviction
+from penstock.weights.keeper import WeightKeeper
+from penstock.weights.stays import Stay, WeightTable
 
 try:
     import emulator
@@ -64,6 +69,7 @@ def install() -> None:
     records()
     pieces()
     savings()
+    weights()
 
 
 def _around(kind: Any, name: str, before: Callable[..., None] | None, after: Any = None) -> None:
@@ -173,7 +179,8 @@ def fills() -> None:
     _around(Inbound, "_landed", lambda order, _, fill, *__: order.hand_over(_key(fill)))
     _around(CudaMover, "finish", lambda order, _, target: _landed(order, target.fill))
     # afterwards: it may land while it is looked for
-    _around(Fill, "precede", None, lambda order, _, fill, *__: _landed(order, fill))
+    for name in ("precede", "settle"):
+        _around(Fill, name, None, lambda order, _, fill, *__: _landed(order, fill))
 
 
 def _landed(order: AccessOrder, fill: Any) -> None:
@@ -368,9 +375,13 @@ def _counted(order: AccessOrder, _: object, __: object, tickets: list[Any], ___:
 
 
 def records() -> None:
-    """Whoever is given a buffer of records, or finds all settled, knows what the engine's thread knew."""
-    for name in ("_was_read", "_was_written"):
+    """Whoever takes a buffer of records, or finds all settled, knows what those knew who have left it.
+
+    Those are threads of the engine and visitors; whoever takes it may be about to read ahead.
+    """
+    for name in ("_was_read", "_was_written", "release", "drop"):
         _around(TilePipeline, name, lambda order, self, *_: order.hand_over(_key(self)))
+    _around(TilePipeline, "_fetch", lambda order, self, *_: order.take_over(_key(self)))
     for name in ("_wait_for", "_settle"):
         _around(TilePipeline, name, None, lambda order, _, self, *__: order.take_over(_key(self)))
 
@@ -405,6 +416,35 @@ def _on_host(step: CopyStep, writes: bool, piece: Any) -> None:
     if _order is not None:
         _order.accessed((piece.data_ptr(), piece.nbytes, False), writes=writes, what="the host")
     step.on_host(piece)
+
+
+def weights() -> None:
+    """Who writes a weight home, or lets its memory go, knows what those knew who let go of the weight.
+
+    Who is about to change one knows of the end of its last write. Threads that hold a weight together
+    know who has brought it, and who ends the hold knows of all.
+    """
+    _around(WeightHolds, "_leave", lambda order, self, *_: order.hand_over(_key(self)))
+    _around(WeightHolds, "_let_go", lambda order, self, *_: order.take_over(_key(self)))
+    _around(WeightHolds, "_bring", None, _held_together)
+    _around(WeightKeeper, "let_go", lambda order, _, home: order.hand_over(_key(home)))
+    _around(
+        WeightEviction, "_written", lambda order, _, stay, __: order.hand_over(_key(stay.home))
+    )
+    _around(Stay, "begin_use", lambda order, stay: order.take_over(_key(stay.home)))
+    _around(
+        WeightEviction,
+        "wait_for_write",
+        None,
+        lambda order, _, __, stay: order.take_over(_key(stay.home)),
+    )
+    _around(DeviceMemory, "write", lambda order, _, home, __: order.take_over(_key(home)))
+    _around(WeightTable, "send_home", lambda order, _, stay: order.take_over(_key(stay.home)))
+
+
+def _held_together(order: AccessOrder, _: object, holds: WeightHolds, __: object) -> None:
+    order.take_over(_key(holds))
+    order.hand_over(_key(holds))
 
 
 def savings() -> None:

@@ -627,6 +627,45 @@ def _taken_over(path: Path, device: str) -> Bits:
     return bits
 
 
+def weights_on_flash(path: Path | None) -> Bits:
+    """They rest; an optimizer changes them on a stream of its own, others after and in backward."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)]
+    model = nn.Sequential(*layers).to("cuda")
+    settings = FLASH | {
+        "policy": "all",
+        "weights": "flash",
+        "weights_memory": 3 * layers[0].weight.nbytes,
+        "floor": layers[0].weight.nbytes,
+    }
+    main, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    bits: Bits = []
+
+    def step(optimizer: torch.optim.Optimizer, stream: Any) -> None:
+        loss = model(torch.randn(ROWS, WIDTH).to("cuda")).square().mean()
+        loss.backward()
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            optimizer.step()
+        main.wait_stream(stream)
+        optimizer.zero_grad()
+        bits.append(loss.detach().cpu())
+
+    with under(path, model, settings), tempfile.TemporaryDirectory() as directory:
+        sgd = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        for _ in range(3):
+            step(sgd, other)
+        for overlap in (False, True):
+            adamw = FlashAdamW(
+                model.parameters(), flash=path or directory, tile=6144, overlap=overlap
+            )
+            with warnings.catch_warnings(action="ignore"):  # states that small take less in memory
+                for _ in range(3):
+                    step(adamw, main)
+            adamw.close()
+    return [*bits, *(parameter.detach().cpu() for parameter in model.parameters())]
+
+
 def checkpoints(path: Path | None) -> Bits:
     """Saved and loaded on a stream that is behind, and goes on with the same memory."""
     generator = torch.Generator().manual_seed(0)
@@ -744,6 +783,7 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     optimizer_and_gradients_on_flash,
     optimizer_in_backward,
     optimizer_taken_over,
+    weights_on_flash,
     checkpoints,
     suspended,
     a_capture,

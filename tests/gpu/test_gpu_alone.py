@@ -155,6 +155,17 @@ def weights(path):
             model[0].weight.mul_(2)
 
 
+def trained_weights(path):
+    model = network()
+    settings = settings_for("flash", weights="flash", weights_memory="768KiB", floor="64KiB")
+    for overlap in (False, True):
+        with session_in(path, model, **settings) as session:
+            adam = FlashAdamW(model.parameters(), flash=path, tile=102_400, overlap=overlap)
+            assert session._weights.total_bytes == 6 * 4 * WIDTH * WIDTH
+            train(model, optimizer=adam)
+            adam.close()
+
+
 USES = {
     each.__name__: each
     for each in (
@@ -171,6 +182,7 @@ USES = {
         saved_in_the_background,
         suspended,
         weights,
+        trained_weights,
     )
 }
 

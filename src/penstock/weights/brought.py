@@ -41,6 +41,13 @@ class BroughtMemory(ABC):
         """Free memory that was not finished; its read is over."""
 
     @abstractmethod
+    def write(self, home: Home, storage: torch.UntypedStorage) -> Transfer:
+        """Begin to write a weight home from a storage that was finished.
+
+        Nobody changes the values before the transfer has settled. Raises PenstockError.
+        """
+
+    @abstractmethod
     def use(self, storage: torch.UntypedStorage) -> None:
         """Let the work of this thread, from now on, come after the read. Without the lock."""
 
@@ -53,13 +60,17 @@ class BroughtMemory(ABC):
         return 0
 
     @property
-    def is_over_limit(self) -> bool:
-        """True if weights should leave because the limit was exceeded."""
-        return False
+    def excess_bytes(self) -> int:
+        """Bytes of weights that should leave because the limit was exceeded."""
+        return 0
 
     def wait_for_room(self) -> bool:
         """Wait for some memory that is about to be free; False if there is none. Without the lock."""
         return False
+
+    def wait(self) -> None:
+        """Wait until nothing that was begun works with weights. Without the lock."""
+        return
 
     @abstractmethod
     def close(self) -> None:
@@ -97,6 +108,10 @@ class HostMemory(BroughtMemory):
     def finish(self, memory: Block, home: Home) -> torch.UntypedStorage:
         """Return the block as a storage."""
         return torch.from_numpy(memory.lend(0, home.nbytes)).untyped_storage()
+
+    def write(self, home: Home, storage: torch.UntypedStorage) -> Transfer:
+        """Write from the storage."""
+        return home.written_from(storage.data_ptr(), storage)
 
     def drop(self, memory: Block) -> None:
         """Free the block."""

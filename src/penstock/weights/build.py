@@ -230,6 +230,10 @@ class ModelBuilder:
         """See :class:`.resting.RestingHome`."""
         self.may_differ(home)
 
+    def addressed(self, home: Home) -> None:
+        """See :class:`.resting.RestingHome`."""
+        self.may_differ(home)
+
     def replaced(self, home: Home, data: Tensor) -> None:
         """See :class:`.resting.RestingHome`: it is young, with other memory."""
         self.touched(home)

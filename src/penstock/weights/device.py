@@ -7,8 +7,10 @@
     stream that works with it waits for the copy (``use``). The memory belongs to torch's allocator, which
     learns of these streams, so it is not given to others before their kernels are done.
 
-    Weights that are trained do not rest, so nothing is written. A weight that is changed all the same
-    stays in device memory.
+    What was changed is written home through pinned memory, too. The copy comes after all streams that
+    have worked with the weight, and the weight stays in device memory until the write has ended: so one
+    that fails leaves it where it is. Whoever is about to change a weight that is on its way home waits
+    until it is there. A weight whose address was given away stays in device memory.
 """
 
 from __future__ import annotations
@@ -135,22 +137,30 @@ class DeviceMemory(BroughtMemory):
         self._mover.use(storage)
 
     def settle(self, storage: torch.UntypedStorage) -> None:
-        """Wait, as ``use`` lets the current stream wait."""
-        self._mover.use(storage)
+        """Wait for the copy."""
+        self._mover.settle(storage)
+
+    def write(self, home: Home, storage: torch.UntypedStorage) -> Transfer:
+        """Copy to pinned memory, after all that has worked with the storage, and write from there."""
         with torch.cuda.device(self._device):
-            torch.cuda.current_stream(self._device).synchronize()
+            return self._mover.write_through(storage, home.name, home.written_from)
 
     @property
-    def is_over_limit(self) -> bool:
-        """True if the account is beyond its limit, as when somebody has held many weights."""
-        return self._account.free_bytes < 0
+    def excess_bytes(self) -> int:
+        """Bytes beyond the account's limit, as when somebody has held many weights."""
+        return max(0, -self._account.free_bytes)
 
     def wait_for_room(self) -> bool:
         """Wait for a copy whose target was given up."""
         return self._mover.trim(0) > 0
 
+    def wait(self) -> None:
+        """Wait for all streams, of which each may work with weights."""
+        torch.cuda.synchronize(self._device)
+
     def close(self) -> None:
-        """Do nothing: the memory is torch's."""
+        """Wait until all streams may use what was left in device memory."""
+        self.wait()
 
 
 def resting_on(
@@ -158,66 +168,37 @@ def resting_on(
 ) -> Callable[[Module, Callable[[list[tuple[int, str]]], None]], list[Home]]:
     """Return what lets the weights of models on a device rest in files, for the streamer.
 
-    Those of at least ``floor_bytes`` rest that require no gradient, are contiguous real floats and have
-    a storage of their own. It raises ConfigError if the first model has none, though it has large ones.
+    Those of at least ``floor_bytes`` rest that are contiguous real floats and have a storage of their
+    own. It raises ConfigError if a large one is on another device.
 
     Args:
         device: The session's, with its index.
         files: Where the homes are made.
         floor_bytes: Least size of a weight that rests.
     """
-    return _DeviceRest(device, files, floor_bytes).rest
 
-
-class _DeviceRest:
-    """Lets the weights of models on one device rest."""
-
-    def __init__(self, device: torch.device, files: WeightFiles, floor_bytes: int) -> None:
-        self._device = device
-        self._files = files
-        self._floor_bytes = floor_bytes
-        self._rests_any = False
-
-    def rest(self, model: Module, check: Callable[[list[tuple[int, str]]], None]) -> list[Home]:
-        trained = _check(model, self._device, self._floor_bytes)
-        homes = rest_weights(
+    def rest(model: Module, check: Callable[[list[tuple[int, str]]], None]) -> list[Home]:
+        _check_devices(model, device, floor_bytes)
+        return rest_weights(
             model,
             check,
-            files=self._files,
-            floor_bytes=self._floor_bytes,
+            files=files,
+            floor_bytes=floor_bytes,
             kind=DeviceHome,
             is_able=_can_rest,
         )
-        self._rests_any = self._rests_any or bool(homes)
-        if trained is not None and not self._rests_any:
-            raise _all_trained(self._device, trained)
-        return homes
+
+    return rest
 
 
-def _all_trained(device: torch.device, trained: str) -> ConfigError:
-    return ConfigError(
-        f"weights='flash' on {device}: so far only weights that are not trained rest on flash there,"
-        f" and of this model none does ({trained} requires gradients): for inference, and for what"
-        " is not trained beside adapters, call requires_grad_(False)"
-    )
-
-
-def _check(model: Module, device: torch.device, floor_bytes: int) -> str | None:
-    """Return the name of a large weight that is trained; raise ConfigError if it is elsewhere."""
-    trained = None
+def _check_devices(model: Module, device: torch.device, floor_bytes: int) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.nbytes < floor_bytes:
-            continue
-        if parameter.device != device:
+        if parameter.nbytes >= floor_bytes and parameter.device != device:
             raise ConfigError(
                 f"weights='flash' is for a model on one device, here {device}, and parameter {name} is on"
                 f" {parameter.device}"
             )
-        if parameter.requires_grad and trained is None:
-            trained = name
-    return trained
 
 
 def _can_rest(parameter: Parameter) -> bool:
-    is_plain = parameter.dtype in _DTYPES and not parameter.requires_grad
-    return is_plain and parameter.is_contiguous() and is_dense(parameter)
+    return parameter.dtype in _DTYPES and parameter.is_contiguous() and is_dense(parameter)

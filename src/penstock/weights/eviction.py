@@ -125,7 +125,7 @@ class WeightEviction:
             stay.version = parameter._version
         resting = stay.home.resting
         try:
-            stay.writing = stay.home.written_from(storage.data_ptr(), storage)
+            stay.writing = self._table.memory.write(stay.home, storage)
         except PenstockError as error:  # as if the write had failed later
             stay.dirty = True
             self.failure = error.with_traceback(None)

@@ -66,6 +66,9 @@ class Keeper(Protocol):
     def lent(self, home: Home) -> None:
         """See :class:`.resting.RestingHome`."""
 
+    def addressed(self, home: Home) -> None:
+        """See :class:`.resting.RestingHome`."""
+
     def replaced(self, home: Home, data: Tensor) -> None:
         """See :class:`.resting.RestingHome`."""
 
@@ -312,6 +315,13 @@ class Home:
         """See :class:`.resting.RestingHome`."""
         if self.keeper is not None:
             self.keeper.lent(self)
+        else:
+            self.forget()
+
+    def addressed(self) -> None:
+        """See :class:`.resting.RestingHome`."""
+        if self.keeper is not None:
+            self.keeper.addressed(self)
         else:
             self.forget()
 

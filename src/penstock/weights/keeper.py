@@ -94,6 +94,7 @@ class WeightKeeper:
         if not home.is_mapped:
             self._reads.acquire(stay)
             with self._table.wake:
+                self._table.wake.wait_for(lambda: stay.writing is None)
                 stay.begin_use()
             self._reads.release(stay)
             self._uses.note_user(stay)
@@ -126,6 +127,14 @@ class WeightKeeper:
         self._table.check_process(home)
         with self._table.wake:
             self._table.by_home[home].note_change()
+
+    def addressed(self, home: Home) -> None:
+        """Note that the address of a weight is known; where nothing is mapped, it keeps it."""
+        self._table.check_process(home)
+        with self._table.wake:
+            stay = self._table.by_home[home]
+            stay.note_change()
+            stay.is_addressed = not home.is_mapped
 
     def replaced(self, home: Home, data: Tensor) -> None:
         """Take other values of a weight, of any shape and type; if it cannot rest, it leaves its home."""

@@ -160,8 +160,8 @@ class WeightReads:
     def _begin_reads(self) -> bool:
         """Do so; return True if something has left memory, which is free only when the lock is."""
         with self._table.wake:
-            if self._table.memory.is_over_limit:
-                return self._eviction.free(0, later_than=NOW)
+            if excess := self._table.memory.excess_bytes:
+                return self._eviction.free(excess, later_than=NOW)
             before, ahead = 0, min(AHEAD_BYTES, self._table.account.limit_bytes // AHEAD_SHARE)
             for distance, index in enumerate(self._table.order.upcoming()):
                 stay = self._table.stays[index]

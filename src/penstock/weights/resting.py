@@ -137,6 +137,9 @@ class RestingHome(Protocol):
     def lent(self) -> None:
         """Note that the memory of the values was given to somebody who may change them."""
 
+    def addressed(self) -> None:
+        """Note that the address of the values was given to somebody, who may change them there."""
+
     def replaced(self, data: Tensor) -> None:
         """Take other values in place of the present ones, as ``parameter.data = data`` asks for."""
 
@@ -221,7 +224,8 @@ class BusyParameter(Parameter):
 
     def data_ptr(self) -> int:
         """Return the address of the values."""
-        _lend(self)
+        if home := _home_of(self):
+            home.addressed()
         return super().data_ptr()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -259,6 +263,9 @@ def _run(
             begun.append((each, home, each._version))
         result = func(*args, **kwargs)
         over = True
+        if func in _ADDRESSES:
+            for _, home in homes:
+                home.addressed()
     finally:
         for each, home, version in begun:
             may_differ = changes or not over or each._version != version

@@ -56,11 +56,12 @@ class Stay:
         pins: Users that need the class and the memory to stay.
         touching: Operations on the weight in memory that are not over.
         at_home: Users of both kinds that work with the mapping: no read begins meanwhile.
+        is_addressed: True if it stays in memory, at an address that somebody knows.
     """
 
     __slots__ = (
         *("at_home", "block", "coming", "dirty", "home", "index", "own_uses", "pins", "storage"),
-        *("address", "touching", "version", "writing"),
+        *("address", "is_addressed", "touching", "version", "writing"),
     )
 
     def __init__(self, index: int, home: Home) -> None:
@@ -83,6 +84,7 @@ class Stay:
         self.touching = 0
         self.at_home = 0
         self.address = 0
+        self.is_addressed = False
 
     @property
     def is_lent(self) -> bool:
@@ -99,8 +101,8 @@ class Stay:
 
     @property
     def must_stay(self) -> bool:
-        """True if it stays in memory because it cannot be written home from there."""
-        return self.storage is not None and not self.home.is_mapped and self.is_changed
+        """True if it stays in memory because its address was given away."""
+        return self.storage is not None and self.is_addressed
 
     def show_busy(self) -> None:
         """Give the parameter the class of a weight that is used. Under the lock."""

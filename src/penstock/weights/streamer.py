@@ -215,8 +215,8 @@ class WeightStreamer:
         kept = [stay.home.name for stay in self._table.stays if stay.must_stay]
         if kept:
             text += (
-                f"; {len(kept)} of them stay in device memory, as they were changed, or may have been,"
-                f" the first {kept[0]}"
+                f"; {len(kept)} of them stay in device memory, as their address was given away, as by"
+                f" data_ptr(), the first {kept[0]}"
             )
         if self._table.left:
             text += (
@@ -255,6 +255,7 @@ class WeightStreamer:
 
     def _take_all_home(self) -> None:
         self._eviction.failure = None
+        self._table.memory.wait()
         for stay in self._table.stays:
             with suppress(PenstockError):  # a read that nobody waits for any more
                 self._reads.finish(stay)
@@ -312,6 +313,7 @@ class WeightStreamer:
                 show(parameter, own, RestingParameter)
             stay.storage = None
             home.leave()
+            self._eviction.failure = None  # what could not be written home is in memory
         return None
 
 

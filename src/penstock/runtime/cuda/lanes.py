@@ -29,12 +29,16 @@ from penstock.runtime.cuda.link import CudaLink, Event
 
 StartThread: TypeAlias = Callable[[Callable[[], None], str], None]
 """How to run something in a thread of a name."""
-Direction: TypeAlias = Literal["out", "in", "demand", "beyond", "fence-out", "fence-in", "digest"]
-"""From the device to the host, or to the device: ahead of time, or on demand (on a
-stream of its own, so that it overtakes the first), or from memory that is not pinned. Or what comes
-before and after I/O that needs no copy: the host waits for what uses the memory, or makes a digest."""
+Direction: TypeAlias = Literal[
+    "out", "out-beyond", "in", "demand", "beyond", "fence-out", "fence-in", "digest"
+]
+"""From the device to the host, or to memory that is not pinned. Or to the device: ahead of time, or on
+demand (on a stream of its own, so that it overtakes the first), or from memory that is not pinned. Or
+what comes before and after I/O that needs no copy: the host waits for what uses the memory, or makes a
+digest."""
 _INWARDS: Final = ("in", "demand", "beyond")
-_ALWAYS_IN_THE_THREAD: Final = ("beyond", "digest")
+_OUTWARDS: Final = ("out", "out-beyond")
+_ALWAYS_IN_THE_THREAD: Final = ("beyond", "out-beyond", "digest")
 
 
 @dataclass(slots=True, eq=False)
@@ -317,7 +321,7 @@ class CopyLanes:
 
 def _work_of(link: CudaLink, direction: Direction) -> tuple[Callable[..., None], Stage | None]:
     """Return the calls that a lane enqueues, and the stage under which it is recorded."""
-    if direction == "out":
+    if direction in _OUTWARDS:
         return link.copy_out, Stage.COPY_OUT
     if direction in _INWARDS:
         return link.copy_in, Stage.COPY_IN

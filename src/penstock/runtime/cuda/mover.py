@@ -153,6 +153,28 @@ class CudaMover(Mover):
                 self._link.reuse(event)
             raise
 
+    def write_through(
+        self,
+        storage: torch.UntypedStorage,
+        label: str,
+        begin: Callable[[int, object], Transfer],
+    ) -> Transfer:
+        """Begin to copy ``storage`` to host memory, from where ``begin`` writes it; returns at once.
+
+        It is held until its copy has ended. Nobody may change it before the transfer has settled, or the
+        device copies some of either. Raises as ``write`` does, but for NoSpaceError.
+
+        Args:
+            storage: On a device.
+            label: Name of it in messages.
+            begin: Called in the thread of a lane, with the address of the bytes, a multiple of 4096, and
+                their owner; begins to write them, and returns the transfer.
+
+        Returns:
+            Settled when that transfer is, with its error, or that of the copy.
+        """
+        return self._out.write_through(storage, label, self._leave(storage, label), begin)
+
     def fence(
         self,
         storage: torch.UntypedStorage,
@@ -249,6 +271,10 @@ class CudaMover(Mover):
         A stream that is current here must live as long as the storage; those of torch do.
         """
         self._table.use(storage)
+
+    def settle(self, storage: torch.UntypedStorage) -> None:
+        """Wait until the bytes of ``storage`` are there, if they were copied."""
+        self._table.settle(storage)
 
     def free_early(self, storage: torch.UntypedStorage) -> None:
         """Report every stream that works with ``storage`` to the allocator, from now on: rule 8."""

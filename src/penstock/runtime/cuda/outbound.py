@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -19,7 +21,7 @@ from penstock.core.locks import Lock
 from penstock.core.units import round_up
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.cuda.lanes import Copy, CopyLanes
+from penstock.runtime.cuda.lanes import Copy, CopyLanes, Direction
 from penstock.runtime.cuda.link import Event
 from penstock.runtime.cuda.pinned import PinnedBlock, Slab, Waiting
 from penstock.runtime.cuda.tickets import CudaTicket, no_space
@@ -28,6 +30,15 @@ from penstock.store.base import Ticket, Tier
 GRANULE_BYTES: Final = 4096
 """Buffers are whole multiples of this, so that a tier may widen what it writes."""
 _STAGING_TAKEN: Final = "what flash has refused takes all staging memory; raise host_memory"
+
+
+@dataclass(slots=True, eq=False)
+class _Passage:
+    """Bytes on their way through a buffer to a write of the caller's own."""
+
+    begin: Callable[[int, object], Transfer]
+    written: Transfer
+    buffer: PinnedBlock | None = None
 
 
 class Outbound:
@@ -73,6 +84,64 @@ class Outbound:
         else:
             self._begin(ticket, copy)
         return ticket
+
+    def write_through(
+        self,
+        storage: torch.UntypedStorage,
+        label: str,
+        after: tuple[Event, ...],
+        begin: Callable[[int, object], Transfer],
+    ) -> Transfer:
+        """Begin to copy a storage to a buffer, from which ``begin`` writes it: see the mover."""
+        nbytes = storage.nbytes()
+        passage = _Passage(begin, Transfer(nbytes))
+        copy = Copy(storage, nbytes, after, label, "", partial(self._pass_on, passage))
+        staging = self._staging
+        assert staging is not None, (
+            "bytes are to go to flash, but there is nothing to stage them in"
+        )
+        needed = round_up(nbytes, GRANULE_BYTES)
+        begin_copy = partial(self._begin_passage, passage, copy, needed)
+        buffer, queued = staging.take_or_wait(Waiting(needed, Priority.PREFETCH, begin_copy))
+        if not queued:
+            begin_copy(buffer)
+        return passage.written
+
+    def _begin_passage(
+        self, passage: _Passage, copy: Copy, nbytes: int, buffer: PinnedBlock | None
+    ) -> None:
+        """Begin the copy to a buffer; to one outside the slab, if there will be none inside."""
+        lane: Direction = "out"
+        if buffer is None:
+            if self.closing:
+                copy.storage = None
+                passage.written.settle(ClosedError(f"{copy.label}: the session was closed"))
+                return
+            assert self._staging is not None
+            buffer, lane = self._staging.beyond(nbytes), "out-beyond"
+        passage.buffer, copy.address = buffer, buffer.address
+        buffer.slab.release(buffer)  # it is free after the write
+        assert copy.storage is not None
+        self._lanes.get(copy.storage.device, lane).submit(copy)
+
+    def _pass_on(self, passage: _Passage, copy: Copy) -> None:
+        """In the lane's thread."""
+        buffer = passage.buffer
+        assert buffer is not None, "a copy without a buffer has landed"
+        try:
+            if copy.error is not None:
+                raise copy.error
+            written = passage.begin(buffer.address, buffer)
+        except Exception as error:  # noqa: BLE001  (whoever waits for the write gets it)
+            buffer.slab.leave(buffer)
+            passage.written.settle(error.with_traceback(None))
+            return
+        written.add_done_callback(partial(self._passed, passage, buffer))
+
+    def _passed(self, passage: _Passage, buffer: PinnedBlock, written: Transfer) -> None:
+        """In a worker of the engine."""
+        buffer.slab.leave(buffer)
+        passage.written.settle(written.error)
 
     # -- to a buffer ------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class _Entry:
 
 
 class StreamTable:
-    """The storages that streams work with. Thread-safe; waits for nothing."""
+    """The storages that streams work with. Thread-safe; waits where said."""
 
     def __init__(self, link: CudaLink, lock: Lock) -> None:
         """Make an empty table.
@@ -74,6 +74,12 @@ class StreamTable:
         """Order every stream that uses ``storage`` from now on after what fills it."""
         with self._lock:
             self._add(storage).fill = fill
+
+    def settle(self, storage: torch.UntypedStorage) -> None:
+        """Wait until the bytes of ``storage`` are there, if they were copied."""
+        entry = self._entries.get(storage._cdata)
+        if entry is not None and entry.storage() is storage and entry.fill is not None:
+            entry.fill.settle(self._link)
 
     def leave(self, storage: torch.UntypedStorage) -> tuple[Stream, ...]:
         """Return the streams that a copy out of ``storage`` comes after; the allocator learns of them.

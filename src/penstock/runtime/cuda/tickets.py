@@ -62,6 +62,12 @@ class Fill:
         if self.made is not None and stream != self.stream:
             link.wait(stream, self.made)
 
+    def settle(self, link: CudaLink) -> None:
+        """Wait, in this thread, for the copy."""
+        copy = self.copy
+        if copy is not None:
+            link.synchronize(copy.end)
+
     def is_others(self, stream: Stream) -> bool:
         """Return whether the memory may be of another stream, which the allocator must know."""
         return self.made is not None or stream != self.stream
