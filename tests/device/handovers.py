@@ -428,9 +428,7 @@ def weights() -> None:
     _around(WeightHolds, "_let_go", lambda order, self, *_: order.take_over(_key(self)))
     _around(WeightHolds, "_bring", None, _held_together)
     _around(WeightKeeper, "let_go", lambda order, _, home: order.hand_over(_key(home)))
-    _around(
-        WeightEviction, "_written", lambda order, _, stay, __: order.hand_over(_key(stay.home))
-    )
+    _around(WeightEviction, "_written", lambda order, _, stay, __: order.hand_over(_key(stay.home)))
     _around(Stay, "begin_use", lambda order, stay: order.take_over(_key(stay.home)))
     _around(
         WeightEviction,
