@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from penstock.runtime.cuda.mover import CudaMover
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
+    from penstock.weights.relocation import Relocation
     from penstock.weights.streamer import WeightStreamer
 
 _open: list[Session] = []
@@ -106,11 +107,12 @@ class Session:
         self._memory: MemoryLimit | None = None
         self._accounts: list[Account] = []
         self._weights: WeightStreamer | None = None
+        self._relocation: Relocation | None = None
         self._loaders = Loaders()
         self._interrupts = LostInterrupts()
         self._rss: RssSampler | None = None
         self._suggested: tuple[Profile | None, Suggestion | None] = (None, None)
-        self._device = _device_of(model)
+        self._device = _device_named(config.device) if config.device else _device_of(model)
         self._rank = rank()
         self.recorder = Recorder(event_bytes=event_bytes)
 
@@ -311,8 +313,15 @@ class Session:
             )
         account = Account(int(config.weights_memory), name=WEIGHTS, parent=None, owner=WEIGHTS)
         self._accounts.append(account)
+        files = WeightFiles(config.directories)
+        rest = resting_on(device, files, config.floor_bytes)
+        if config.device is not None:
+            from penstock.weights.relocation import Relocation  # noqa: PLC0415
+
+            self._relocation = Relocation(device, files, config.floor_bytes)
+            rest = self._relocation.rest
         self._weights = WeightStreamer(
-            resting_on(device, WeightFiles(config.directories), config.floor_bytes),
+            rest,
             account=account,
             clock_ns=self.recorder.clock.now_ns,
             memory=DeviceMemory(cast("CudaMover", stores.mover), account, device),
@@ -469,6 +478,8 @@ class Session:
                 stack.callback(account.close)
             if self._stores is not None:
                 stack.callback(self._stores.close)
+            if self._relocation is not None:
+                stack.callback(self._relocation.give_back)
             if self._weights is not None:  # its transfers pass through these
                 stack.callback(self._weights.close)
             if self.space is not None:
@@ -778,6 +789,16 @@ def _device_of(model: torch.nn.Module | None) -> torch.device:
         if any(True for _ in model.parameters()):
             return torch.device("cpu")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _device_named(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}, which is none of torch's: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, and torch finds no CUDA device")
+    return device
 
 
 def _leave_child() -> None:

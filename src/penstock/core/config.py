@@ -74,6 +74,11 @@ class OffloadConfig:
     """Limit of the weights in memory, within ``memory``, if they rest on flash; ``None``: half of it.
     With a model on a device: limit of those in device memory, and not ``None``."""
 
+    device: str | None = None
+    """With weights that rest on flash: device on which the session works with a model that is on the
+    host, as ``"cuda"``, and need not fit there; when it is closed, the model is on the host again.
+    ``None``: that of the model."""
+
     floor: int | str | None = None
     """Size below which storages are never offloaded; ``None``: the knob ``PENSTOCK_FLOOR``, 1 MiB."""
 
@@ -148,6 +153,10 @@ class OffloadConfig:
             if self.weights_memory is not None:
                 raise ConfigError(
                     "weights_memory is set, but weights is 'keep': set weights='flash'"
+                )
+            if self.device is not None:
+                raise ConfigError(
+                    "device is set, but weights is 'keep': set weights='flash', or move the model there"
                 )
             return
         if not self.directories:

@@ -43,13 +43,17 @@ class DeviceHome(Home):
 
     def _map(self, like: Tensor) -> None:
         with torch.inference_mode(False), torch._C.DisableTorchFunction():
-            nan = torch.full((1,), torch.nan, dtype=like.dtype, device=like.device)
+            nan = torch.full((1,), torch.nan, dtype=like.dtype, device=self._where(like))
             self.resting = nan.as_strided(like.size(), (0,) * like.dim())
             self._layout = torch.empty_strided(
                 like.size(), like.stride(), dtype=like.dtype, device="meta"
             )
         self._storage = self.resting.untyped_storage()
         self._free_uses = use_count(self._storage)
+
+    def _where(self, like: Tensor) -> torch.device:
+        """Return the device on which a parameter is that is now like a tensor."""
+        return like.device
 
     @property
     def layout(self) -> Tensor:
@@ -185,7 +189,7 @@ def resting_on(
             files=files,
             floor_bytes=floor_bytes,
             kind=DeviceHome,
-            is_able=_can_rest,
+            is_able=can_rest,
         )
 
     return rest
@@ -200,5 +204,6 @@ def _check_devices(model: Module, device: torch.device, floor_bytes: int) -> Non
             )
 
 
-def _can_rest(parameter: Parameter) -> bool:
+def can_rest(parameter: Parameter) -> bool:
+    """Return whether a parameter can rest on a device as one NaN."""
     return parameter.dtype in _DTYPES and parameter.is_contiguous() and is_dense(parameter)

@@ -90,6 +90,8 @@ class Home:
 
     is_mapped: ClassVar[bool] = True
     """True if the parameter can be worked with at home; else only where its keeper brings it."""
+    returns: ClassVar[bool] = False
+    """True if the parameter rests elsewhere when the session is over, where ``give_back`` lets it."""
 
     __slots__ = (
         *(
@@ -244,6 +246,10 @@ class Home:
             move_out(parameter)
             parameter.__class__ = Parameter
         self._param = _nobody
+
+    def give_back(self) -> None:
+        """Let the parameter rest where it rests outside of a session, if it ``returns``."""
+        raise AssertionError(f"{self} is the home that the parameter has outside of a session")
 
     def rename(self, name: str) -> None:
         """Set the name in messages, which is not known yet while a model is built."""

@@ -262,12 +262,16 @@ class WeightStreamer:
             self._eviction.wait_for_write(stay)
             with self._table.wake:
                 stay.pins = stay.touching = stay.at_home = 0
-                is_here = stay.home.is_mapped and stay.storage is not None
-                if is_here and not stay.is_lent and stay.is_changed:
-                    self._eviction.write(stay)
+                if stay.storage is not None and stay.is_changed:
+                    goes_home = stay.home.is_mapped and not stay.is_lent
+                    if goes_home or stay.home.returns:
+                        self._eviction.write(stay)
         failure: BaseException | None = None
         for stay in self._table.stays:
             self._eviction.wait_for_write(stay)
+            if stay.home.returns and not (stay.storage is not None and stay.is_changed):
+                self._give_back(stay)
+                continue
             if not stay.home.is_mapped:
                 failure = self._leave_to_device(stay) or failure
                 continue
@@ -286,6 +290,15 @@ class WeightStreamer:
         self._table.memory.close()
         if failure is not None:
             raise failure
+
+    def _give_back(self, stay: Stay) -> None:
+        """Let a weight that is at home rest where it rests outside of the session."""
+        with self._table.wake:
+            stay.home.keeper = None
+            if stay.storage is not None:
+                self._table.by_storage.pop(stay.storage._cdata, None)
+                stay.storage = None
+            stay.home.give_back()
 
     def _leave_to_device(self, stay: Stay) -> BaseException | None:
         """Leave a weight to device memory of its own; return the error if it cannot be brought there."""

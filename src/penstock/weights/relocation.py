@@ -1,0 +1,221 @@
+"""Models on the host that a session works with on a device, where they need not fit.
+
+[Note: a model that is elsewhere for a session]
+    Each large weight keeps its place in a file. What changes is the parameter's memory at rest: on the
+    host the mapping of that place, on the device one NaN (:mod:`.device`). The rest of the model, small
+    weights and buffers, is copied to the device, and back when the session is closed. Then every weight
+    is written home and rests on the host again. Parameters are the same objects all the time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from penstock.core.errors import ConfigError
+from penstock.homed import home_of, paused_holders, settle
+from penstock.io.engine import Transfer
+from penstock.weights.device import DeviceHome, can_rest
+from penstock.weights.homes import Home, WeightFiles
+from penstock.weights.inplace import SourceHome
+from penstock.weights.model import rest_weights
+
+CheckSizes = Callable[[list[tuple[int, str]]], None]
+
+
+class RelocatedHome(DeviceHome):
+    """Home on a device of a parameter that rests on the host outside of the session.
+
+    Attributes:
+        host: The home there, which has the same place.
+    """
+
+    returns: ClassVar[bool] = True
+    __slots__ = ("_device", "_left", "host")
+
+    def __init__(
+        self, host: Home, device: torch.device, left: MutableMapping[Parameter, torch.device]
+    ) -> None:
+        """Take the place of a home whose parameter is at rest.
+
+        Args:
+            host: That home.
+            device: The device.
+            left: Gets the parameter, if it leaves its home, with the device where it was.
+        """
+        parameter = host.parameter
+        assert parameter is not None
+        self.host = host
+        self._device = device
+        self._left = left
+        super().__init__(host.name, parameter, host.tier, host.place)
+        self.tier.discard(self.ticket)  # the claim is that of the other home
+        self.ticket, self.room = host.ticket, host.room
+
+    def _where(self, like: Tensor) -> torch.device:
+        return self._device
+
+    def leave(self) -> None:
+        """See :class:`Home`."""
+        parameter = self.parameter
+        if parameter is not None:
+            self._left[parameter] = self.host.resting.device
+        super().leave()
+
+    def written_from(self, address: int, keep_alive: object) -> Transfer:
+        """See :class:`Home`."""
+        transfer = self.host.written_from(address, keep_alive)
+        self.ticket = self.host.ticket
+        return transfer
+
+    def give_back(self) -> None:
+        """Let the parameter rest on the host, with what is in the file."""
+        parameter = self.parameter
+        if parameter is not None:
+            settle(parameter, self.host)
+            with _gradient_on(parameter, self.host.resting.device):
+                self.host.rest()
+
+
+class Relocation:
+    """Lets the weights of models on the host rest for a device, and gives the models back."""
+
+    def __init__(self, device: torch.device, files: WeightFiles, floor_bytes: int) -> None:
+        """Relocate nothing yet.
+
+        Args:
+            device: The session's, with its index.
+            files: Where homes of weights are made that have none.
+            floor_bytes: Least size of a weight that rests.
+        """
+        self._device = device
+        self._files = files
+        self._floor_bytes = floor_bytes
+        self._parameters: MutableMapping[Parameter, torch.device] = (
+            WeakIdKeyDictionary()
+        )  # those that are copied, and where they were
+        self._buffers: list[tuple[weakref.ref[Module], str, torch.device]] = []
+
+    def rest(self, model: Module, check: CheckSizes) -> list[Home]:
+        """Return the homes of a model's weights on the device. See :func:`.model.rest_weights`.
+
+        Raises:
+            ConfigError: A weight rests in a file that is only read, or is on another device.
+        """
+        self._check(model)
+        found = rest_weights(
+            model,
+            check,
+            files=self._files,
+            floor_bytes=self._floor_bytes,
+            is_able=lambda each: each.device.type == "cpu" and can_rest(each),
+        )
+        homes: list[Home] = []
+        try:
+            with paused_holders():
+                homes += map(self._relocated, found)
+                self._copy(model)
+        except BaseException:
+            for home in homes:
+                if isinstance(home, RelocatedHome):
+                    home.give_back()
+            self.give_back()
+            raise
+        return homes + self._rest_here(model, check)
+
+    def _relocated(self, home: Home) -> Home:
+        """Return the home on the device of a weight, which rests there from now on."""
+        parameter = home.parameter
+        if not home.is_mapped or parameter is None:
+            return home
+        with _gradient_on(parameter, self._device):
+            made = RelocatedHome(home, self._device, self._parameters)
+            made.rest()
+        return made
+
+    def _check(self, model: Module) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.device not in (self._device, torch.device("cpu"), torch.device("meta")):
+                raise ConfigError(
+                    f"weights='flash' with device={str(self._device)!r} is for a model on the host or"
+                    f" there, and parameter {name} is on {parameter.device}"
+                )
+            home = home_of(parameter)
+            if isinstance(home, SourceHome) and home.is_in_place:
+                raise ConfigError(
+                    f"weight {name} rests in the file that it was loaded from, and such weights cannot"
+                    f" be brought to {self._device}: load it without in_place=True"
+                )
+
+    def _rest_here(self, model: Module, check: CheckSizes) -> list[Home]:
+        """Let those rest that were on the device before."""
+        own = [
+            each
+            for each in model.parameters()
+            if each.nbytes >= self._floor_bytes
+            and each.device == self._device
+            and home_of(each) is None
+            and each not in self._parameters
+        ]
+        if not own:
+            return []
+        return rest_weights(
+            model,
+            check,
+            files=self._files,
+            floor_bytes=self._floor_bytes,
+            kind=DeviceHome,
+            is_able=lambda each: any(each is one for one in own) and can_rest(each),
+        )
+
+    def _copy(self, model: Module) -> None:
+        """Copy what does not rest to the device."""
+        for parameter in model.parameters():
+            if home_of(parameter) is None and parameter.device != self._device:
+                self._parameters[parameter] = parameter.device
+                _move(parameter, self._device)
+        moved: dict[int, Tensor] = {}
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self._device:
+                    self._buffers.append((weakref.ref(module), name, buffer.device))
+                    module._buffers[name] = moved.setdefault(id(buffer), buffer.to(self._device))
+
+    def give_back(self) -> None:
+        """Copy it back to where it was. Idempotent; raises ``RuntimeError`` as torch does."""
+        for parameter, device in list(self._parameters.items()):
+            _move(parameter, device)
+        self._parameters.clear()
+        moved: dict[int, Tensor] = {}
+        for reference, name, device in self._buffers:
+            module = reference()
+            buffer = None if module is None else module._buffers.get(name)
+            if module is not None and buffer is not None:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+        self._buffers.clear()
+
+
+def _move(parameter: Parameter, device: torch.device) -> None:
+    with _gradient_on(parameter, device), torch._C.DisableTorchFunctionSubclass():
+        values = Tensor.data.__get__(parameter).to(device)  # type: ignore[attr-defined]
+        Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _gradient_on(parameter: Parameter, device: torch.device) -> Iterator[None]:
+    """Move the gradient of a parameter, too, which is moved in the block."""
+    gradient = parameter.grad
+    if type(gradient) is not Tensor:
+        yield
+        return
+    moved = gradient.to(device)
+    parameter.grad = None
+    yield
+    parameter.grad = moved

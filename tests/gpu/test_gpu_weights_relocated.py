@@ -1,0 +1,220 @@
+"""Models on the host that a session trains on a device, where all of their weights need not fit."""
+
+import errno
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock
+from penstock import weights
+from penstock.core.errors import ConfigError, TransferError
+from penstock.homed import home_of
+from penstock.optim import FlashAdamW
+from weights_rig import ScriptedEngine, assert_same, shared_engine_replaced
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+WIDTH = 128
+WEIGHT_BYTES = 4 * WIDTH * WIDTH
+DEPTH = 6
+LIMIT = 3 * WEIGHT_BYTES
+FLOOR = 16384
+
+
+class Deep(nn.Module):
+    """Linear layers of 64 KiB each, and a norm with small weights and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return self.norm(x)
+
+
+def built(on_flash=None):
+    torch.manual_seed(0)
+    if on_flash is None:
+        return Deep()
+    with penstock.built_on_flash(str(on_flash), floor=FLOOR):
+        return Deep()
+
+
+def bits(tensor):
+    return tensor.detach().cpu().clone()
+
+
+def state_of(model):
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: bits(each) for name, each in named}
+
+
+def inputs(steps=3):
+    random = torch.Generator().manual_seed(1)
+    return [torch.randn((16, WIDTH), generator=random).to(DEVICE) for _ in range(steps)]
+
+
+def trained(model, optimizer):
+    seen = []
+    for x in inputs():
+        loss = model(x).square().mean()
+        loss.backward()
+        seen.append(bits(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def flash_adamw(model, directory):
+    settings = {"tile": 6144, "overlap": True, "gradient_memory": "64KiB"}
+    return FlashAdamW(model.parameters(), lr=1e-2, flash=str(directory), **settings)
+
+
+def momentum(model, directory):
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def relocated(model, directory, **options):
+    return penstock.offload(
+        model,
+        weights="flash",
+        device=DEVICE,
+        weights_memory=LIMIT,
+        device_memory="64MiB",
+        host_memory="64MiB",
+        floor=FLOOR,
+        flash=str(directory),
+        **options,
+    )
+
+
+def run(model, make, directory):
+    optimizer = make(model, directory)
+    seen = trained(model, optimizer)
+    if make is flash_adamw:
+        optimizer.close()
+    return seen
+
+
+def plainly_trained(make, directory):
+    model = built().to(DEVICE)
+    return [run(model, make, directory), state_of(model)]
+
+
+@pytest.mark.parametrize("make", [flash_adamw, momentum])
+@pytest.mark.parametrize("is_built_on_flash", [True, False])
+def test_it_is_trained_there_and_on_the_host_again_afterwards(make, is_built_on_flash, tmp_path):
+    expected = plainly_trained(make, tmp_path)
+    model = built(tmp_path if is_built_on_flash else None)
+    kept = list(model.parameters())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with relocated(model, tmp_path) as session:
+        assert torch.cuda.memory_allocated() - before < WEIGHT_BYTES
+        assert all(each.device.type == DEVICE for each in model.parameters())
+        found = run(model, make, tmp_path)
+        streamer = session._weights
+        assert streamer.total_bytes == DEPTH * WEIGHT_BYTES
+        assert streamer.account.peak_bytes <= LIMIT
+        assert streamer.forced == 0
+    gc.collect()
+    assert streamer.account.used_bytes == 0
+    for one, other in zip(model.parameters(), kept, strict=True):
+        assert one is other
+    for each in [*model.parameters(), *model.buffers()]:
+        assert each.device.type == "cpu"
+    assert all(home_of(layer.weight).is_mapped for layer in model.layers)
+    assert_same([found, state_of(model)], expected)
+
+
+def test_sessions_on_the_device_and_on_the_host_follow_each_other(tmp_path):
+    plain = built()
+    plain.to(DEVICE)
+    expected = run(plain, momentum, tmp_path)
+    model = built(tmp_path)
+    with relocated(model, tmp_path):
+        found = run(model, momentum, tmp_path)
+    with penstock.offload(
+        model, weights="flash", weights_memory=LIMIT, device_memory="64MiB", flash=str(tmp_path)
+    ):
+        model.eval()
+        on_host = bits(model(inputs(1)[0].cpu()))
+    plain.to("cpu").eval()
+    assert_same(on_host, bits(plain(inputs(1)[0].cpu())))
+    plain.to(DEVICE).train()
+    model.train()
+    expected += run(plain, momentum, tmp_path)
+    with relocated(model, tmp_path):
+        found += run(model, momentum, tmp_path)
+    assert_same([found, state_of(model)], [expected, state_of(plain)])
+
+
+def test_gradients_go_with_their_weights(tmp_path):
+    plain, model = built(), built(tmp_path)
+    for each in (plain, model):
+        each(inputs(1)[0].cpu()).square().mean().backward()
+    plain.to(DEVICE)
+    with relocated(model, tmp_path):
+        for each in (plain, model):
+            each(inputs(1)[0]).square().mean().backward()
+    plain.to("cpu")
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad.device.type == "cpu"
+        assert_same(bits(one.grad), bits(other.grad))
+
+
+def failing_write(request):
+    if request.op != "write":
+        return None
+    return TransferError(
+        errno=errno.EIO,
+        op="write",
+        path=request.file.path,
+        offset_bytes=request.offset_bytes,
+        nbytes=request.nbytes,
+    )
+
+
+def test_what_cannot_be_written_home_is_in_host_memory_afterwards(tmp_path):
+    with shared_engine_replaced(ScriptedEngine()) as engine:
+        model = built(tmp_path)
+        with relocated(model, tmp_path):
+            with torch.no_grad():
+                model.layers[0].weight.fill_(0.5)
+            engine.fault = failing_write
+        engine.fault = lambda request: None
+        weight = model.layers[0].weight
+        assert weight.device.type == "cpu"
+        assert home_of(weight) is None
+        assert (weight == 0.5).all()
+        assert home_of(model.layers[1].weight) is not None
+
+
+def test_a_weight_that_leaves_its_home_is_given_back_too(tmp_path):
+    model = built(tmp_path)
+    with relocated(model, tmp_path):
+        model.layers[0].weight.data = torch.ones(WIDTH, WIDTH, device=DEVICE)
+    weight = model.layers[0].weight
+    assert weight.device.type == "cpu"
+    assert (weight == 1).all()
+
+
+def test_what_cannot_be_relocated_is_refused_and_nothing_is_moved(tmp_path):
+    model = built().requires_grad_(False)
+    weights.save(model, tmp_path / "saved")
+    weights.load(model, tmp_path / "saved", in_place=True, floor=FLOOR)
+    with pytest.raises(ConfigError, match="without in_place"), relocated(model, tmp_path):
+        pass
+    assert all(each.device.type == "cpu" for each in model.parameters())
+    with pytest.raises(ConfigError, match="none of torch's"):
+        penstock.offload(built(), weights="flash", device="gpu", memory="1GiB", flash=str(tmp_path))
+    with pytest.raises(ConfigError, match="device is set"):
+        penstock.offload(built(), device=DEVICE)
