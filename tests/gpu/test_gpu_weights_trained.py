@@ -196,17 +196,7 @@ def test_bits_are_those_of_weights_in_device_memory_within_the_limit(case, tmp_p
     assert_same([found, state_of(model)], expected)
 
 
-class Compiled(Deep):
-    """Each block is compiled by itself."""
-
-    def __init__(self):
-        super().__init__()
-        for index, block in enumerate(self.blocks):
-            self.blocks[index] = torch.compile(block, backend="aot_eager")
-
-
 MODELS = {
-    "compiled": (Compiled, torch.float32, {}, LIMIT),
     "evaluated": (Deep, torch.float32, {"evaluated": True}, LIMIT),
     "checkpointed": (lambda: Deep(checkpointed=True), torch.float32, {}, LIMIT),
     "autocast": (Deep, torch.float32, {"autocast": True}, LIMIT),
