@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.lab.dry.networks import dry_zoo_profile
+from penstock.lab.dry.networks import dry_zoo_step
 from penstock.plan import Machine
 from penstock.plan.algorithms import fastest
 
@@ -70,7 +70,7 @@ def test_not_one_sample_fits(papers, monkeypatch):
 def test_a_slowed_machine_takes_so_many_times_as_long(papers):
     machine = Machine.preset("a100-g10")
     quick, slow = (
-        dry_zoo_profile("resnet18", 8, machine=one, device="cuda", image_size=64)
+        dry_zoo_step("resnet18", 8, machine=one, device="cuda", image_size=64).profile
         for one in (machine, papers["g10"].slowed(machine, 7.0))
     )
     assert slow.saved_bytes == quick.saved_bytes
@@ -79,7 +79,7 @@ def test_a_slowed_machine_takes_so_many_times_as_long(papers):
 
 def test_the_static_baseline_is_everything_at_once(papers):
     machine = Machine.preset("titan-x")
-    profile = dry_zoo_profile("alexnet", 8, machine=machine, device="cuda")
+    profile = dry_zoo_step("alexnet", 8, machine=machine, device="cuda").profile
     workspaces = [
         fastest(one, machine.compute).workspace_bytes
         for one in profile.operators
@@ -96,7 +96,7 @@ def test_the_static_baseline_is_everything_at_once(papers):
 
 
 def test_cudnns_pooling_keeps_no_indices_and_what_was_beside_them_stays(papers):
-    profile = dry_zoo_profile("alexnet", 8, machine=Machine.preset("titan-x"), device="cuda")
+    profile = dry_zoo_step("alexnet", 8, machine=Machine.preset("titan-x"), device="cuda").profile
     without = papers["vdnn"].with_cudnns_pooling(profile)
     indices = [slot for slot in profile.slots if slot.dtype == "int64"]
     assert len(indices) == 2  # those of the third pooling are small
@@ -108,7 +108,7 @@ def test_cudnns_pooling_keeps_no_indices_and_what_was_beside_them_stays(papers):
 
 def test_what_flashneurons_code_leaves_on_the_device_stays(papers):
     flash, machine = papers["flash"], Machine.preset("v100-nvme")
-    profile = dry_zoo_profile("resnet18", 16, machine=machine, device="cuda")
+    profile = dry_zoo_step("resnet18", 16, machine=machine, device="cuda").profile
     theirs = flash.as_theirs(machine, 0.5, profile)
     assert theirs.saved_bytes == profile.saved_bytes  # what stays of a tensor is split off it
     by_kind = {

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.io.engine import Engine, Transfer
 from penstock.io.threads import ThreadEngine
+from penstock.optim import FlashAdamW
 from penstock.testing.shared_engine import shared_engine_replaced
 
 PATIENCE_S = 60
@@ -128,8 +129,23 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def flash_adamw(model, directory, **options):
+    """AdamW with its states on flash, in tiles that are shorter than a weight."""
+    options = {"lr": 1e-2, "tile": 6144, **options}
+    return FlashAdamW(model.parameters(), flash=str(directory), **options)
+
+
 def loss_of(model, x):
     return model(x).square().mean()
+
+
+def train_step(model, optimizer, x):
+    """Make one step; its loss."""
+    loss = loss_of(model, x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def inputs(steps, shape=(4, WIDTH), seed=1):

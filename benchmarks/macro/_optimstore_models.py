@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import _results
 from penstock.lab import zoo
-from penstock.lab.dry import dry_profile
+from penstock.lab.dry import dry_step
 from penstock.lab.dry.roofline import retimed
 from penstock.lab.ssd import Placement, Update
 from penstock.lab.ssd.device import Device
@@ -170,10 +170,10 @@ class Network:
                 if config.objective == "masked":
                     nonzero = batch * zoo.masked_count(config.sequence_length)
         self.parameters = sum(one.numel() for one in network.parameters())
-        return dry_profile(
+        return dry_step(
             network.half(), lambda model, *args: model(*args), machine=Machine.preset(CARDS[0]),
             inputs=inputs, device="cuda", nonzero_count=nonzero,
-        )  # fmt: skip
+        ).profile  # fmt: skip
 
 
 def networks() -> Iterator[Network]:

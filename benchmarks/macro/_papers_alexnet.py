@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.lab.dry import dry_profile
+from penstock.lab.dry import dry_step
 from penstock.plan import Machine, Profile
 
 CLASSES, IMAGE_SIZE = 1000, 224
@@ -79,10 +79,10 @@ def profile(batch: int, machine: Machine) -> Profile:
         model = network()
         images = torch.empty(batch, 3, IMAGE_SIZE, IMAGE_SIZE)
         targets = torch.empty(batch, dtype=torch.long)
-    return dry_profile(
+    return dry_step(
         model,
         lambda net, x, y: nn.functional.cross_entropy(net(x), y),
         inputs=(images, targets),
         machine=machine,
         device="cuda",
-    )
+    ).profile

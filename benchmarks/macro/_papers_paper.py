@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.lab.dry.networks import dry_zoo_profile
+from penstock.lab.dry.networks import dry_zoo_step
 from penstock.lab.step_bound import min_step_ns, oracle_ns
 from penstock.plan import Budgets, Machine, Plan, Profile, policies
 from penstock.plan.replay import Replayed, replay
@@ -66,9 +66,9 @@ class OnPaper:
 
     def _made(self, batch: int) -> Profile:
         with sdpa_kernel(SDPBackend.MATH):
-            return dry_zoo_profile(
+            return dry_zoo_step(
                 self.network, batch, machine=self.machine, device="cuda", **self.overrides
-            )
+            ).profile
 
     @property
     def budgets(self) -> Budgets:

@@ -10,21 +10,10 @@ import json
 import os
 import shutil
 
-for name, value in {
-    "DS_ACCELERATOR": "cpu",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29577",
-}.items():
-    os.environ.setdefault(name, value)
-
-import _gpt  # noqa: E402
-import _meter  # noqa: E402
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
+import _gpt
+import _meter
+import torch
+from _deepspeed import deepspeed
 
 TILE = 12_000_000
 

@@ -285,17 +285,7 @@ class Loss(nn.Module):
 
 class DeepSpeed(Side):
     def __init__(self, job):
-        for name, value in {
-            "DS_ACCELERATOR": "cpu",
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29578",
-        }.items():
-            os.environ.setdefault(name, value)
-        import deepspeed  # noqa: PLC0415
+        from _deepspeed import deepspeed  # noqa: PLC0415
 
         super().__init__(job)
         with deepspeed.zero.Init(config_dict_or_path=self.config(), remote_device="nvme"):

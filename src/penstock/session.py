@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
     from penstock.weights.relocation import Relocation
-    from penstock.weights.streamer import WeightStreamer
+    from penstock.weights.streamer import RestModel, WeightStreamer
 
 _open: list[Session] = []
 """The open session of this process, if there is one. This reference keeps it alive until it is closed."""
@@ -229,7 +229,8 @@ class Session:
         self._memory = MemoryLimit(config, self.recorder)
         self.config = config = self._memory.configure(config, kind)
         self.budget = self._account(self._device)
-        if kind == "cpu":
+        rests = config.weights != "keep"
+        if rests and kind == "cpu":  # before all that shares host memory with them
             self._open_weights()
         allowance = self._shared_allowance(self._device, self.budget)
         stores = self._stores = Stores(
@@ -269,63 +270,62 @@ class Session:
             open_codecs=self._open_codecs,
         )
         self.devices.plan_by(self.planner)
-        if config.weights != "keep" and kind != "cpu":
-            self._open_device_weights()
+        if rests and kind != "cpu":  # with the mover
+            self._open_weights()
 
     def _open_weights(self) -> None:
-        """Let the weights of models rest on flash from now on, if they are to."""
-        config = self.config
-        if config.weights == "keep":
-            return
+        """Let the weights of models rest on flash from now on.
+
+        Raises:
+            ConfigError: They cannot, on this device or with these settings.
+        """
         from penstock.weights.homes import WeightFiles  # noqa: PLC0415  (few runs need these)
         from penstock.weights.model import rest_weights  # noqa: PLC0415
         from penstock.weights.streamer import WeightStreamer  # noqa: PLC0415
 
+        config, is_host = self.config, self._device.type == "cpu"
+        mover = None if is_host else self._mover_of_weights()
         limit = host_account().limit_bytes // 2  # until saved tensors share with them
         if config.weights_memory is not None:
             limit = int(config.weights_memory)
-        account = Account(limit, name=WEIGHTS, parent=host_account(), owner=WEIGHTS)
+        parent = host_account() if is_host else None
+        account = Account(limit, name=WEIGHTS, parent=parent, owner=WEIGHTS)
         self._accounts.append(account)
-        files = WeightFiles(config.directories)
-        rest = partial(rest_weights, files=files, floor_bytes=config.floor_bytes)
-        self._weights = WeightStreamer(rest, account=account, clock_ns=self.recorder.clock.now_ns)
+        files, memory = WeightFiles(config.directories), None
+        rest: RestModel = partial(rest_weights, files=files, floor_bytes=config.floor_bytes)
+        if mover is not None:
+            from penstock.weights.device import DeviceMemory, resting_on  # noqa: PLC0415
 
-    def _open_device_weights(self) -> None:
-        """The same for models on a device. Raises ConfigError for what is not supported there."""
-        config, stores, device = self.config, self._stores, self._device
+            memory = DeviceMemory(mover, account, self._device)
+            rest = resting_on(self._device, files, config.floor_bytes)
+        if mover is not None and config.device is not None:
+            from penstock.weights.relocation import Relocation  # noqa: PLC0415
+
+            self._relocation = Relocation(self._device, files, config.floor_bytes)
+            rest = self._relocation.rest
+        self._weights = WeightStreamer(
+            rest, account=account, clock_ns=self.recorder.clock.now_ns, memory=memory
+        )
+
+    def _mover_of_weights(self) -> CudaMover:
+        """Return what brings weights to a device. Raises ConfigError for what is not supported there."""
+        device, stores = self._device, self._stores
         assert stores is not None
         if device.type != "cuda":
             raise ConfigError(f"weights='flash' is for models on the CPU or on CUDA, not {device}")
-        if config.weights_memory is None:
+        if self.config.weights_memory is None:
             raise ConfigError(
                 f"weights='flash' with a model on {device} needs weights_memory, the limit of its weights"
                 " in device memory"
             )
-        from penstock.runtime.cuda.direct import DirectMover  # noqa: PLC0415  (few runs need these)
-        from penstock.weights.device import DeviceMemory, resting_on  # noqa: PLC0415
-        from penstock.weights.homes import WeightFiles  # noqa: PLC0415
-        from penstock.weights.streamer import WeightStreamer  # noqa: PLC0415
+        from penstock.runtime.cuda.direct import DirectMover  # noqa: PLC0415  (few runs need it)
 
         if isinstance(stores.mover, DirectMover):
             raise ConfigError(
                 "weights='flash' brings weights to a device through host memory, and this session has"
                 " none as flash is GPU-direct: set PENSTOCK_GPU_DIRECT=off"
             )
-        account = Account(int(config.weights_memory), name=WEIGHTS, parent=None, owner=WEIGHTS)
-        self._accounts.append(account)
-        files = WeightFiles(config.directories)
-        rest = resting_on(device, files, config.floor_bytes)
-        if config.device is not None:
-            from penstock.weights.relocation import Relocation  # noqa: PLC0415
-
-            self._relocation = Relocation(device, files, config.floor_bytes)
-            rest = self._relocation.rest
-        self._weights = WeightStreamer(
-            rest,
-            account=account,
-            clock_ns=self.recorder.clock.now_ns,
-            memory=DeviceMemory(cast("CudaMover", stores.mover), account, device),
-        )
+        return cast("CudaMover", stores.mover)
 
     @property
     def streams_device_weights(self) -> bool:

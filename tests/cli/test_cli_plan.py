@@ -13,7 +13,7 @@ from penstock.cli.plan_batches import MAX_BATCH, LargestBatch, between
 from penstock.cli.plan_network import parse_settings
 from penstock.core.errors import PlanError
 from penstock.core.units import MIB
-from penstock.lab.dry import dry_zoo_profile
+from penstock.lab.dry import dry_zoo_step
 from penstock.plan import policies
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
@@ -80,14 +80,14 @@ def test_json_tells_what_the_replay_and_the_plan_say(capsys):
     words = [*TINY, *ON_CPU, "--device-memory", "36MiB", "--tbw", "1TB", "--policy", "ranked"]
     facts = told(capsys, *words)
     (one,) = facts["policies"]
-    profile = dry_zoo_profile(
+    profile = dry_zoo_step(
         "alexnet",
         512,
         machine=Machine.preset("cpu"),
         whole_device=False,
         size="tiny",
         image_size=64,
-    )
+    ).profile
     assert facts["profile"]["saved_bytes"] == profile.saved_bytes
     assert facts["budgets"]["device_bytes"] == 36 * MIB
     assert facts["budgets"]["host_bytes"] == 0
@@ -150,14 +150,14 @@ def test_what_is_printed_for_people(capsys):
         "offload → flash",
     ):
         assert words in text
-    profile = dry_zoo_profile(
+    profile = dry_zoo_step(
         "alexnet",
         512,
         machine=Machine.preset("cpu"),
         whole_device=False,
         size="tiny",
         image_size=64,
-    )
+    ).profile
     for slot in profile.slots:
         assert f"{slot.key.module}#{slot.key.ordinal}" in text
     assert main(["plan", *TINY, *ON_CPU, "--device-memory", "36MiB"]) == 0

@@ -11,17 +11,17 @@ from torch import nn
 import penstock
 import preloaded
 from penstock import weights
-from penstock.optim import FlashAdamW
 from weights_rig import (
     FLOOR,
     WEIGHT_BYTES,
     Chain,
     assert_same,
     built,
+    flash_adamw,
     inputs,
-    loss_of,
     on_flash,
     state_of,
+    train_step,
 )
 
 STEPS, DYING = 5, 2
@@ -33,7 +33,7 @@ import os, signal, sys
 import torch
 sys.path[:0] = {tests!r}
 import weights_rig
-from test_weights_killed import DYING, LIMIT, one_step, optimizer_of
+from test_weights_killed import DYING, LIMIT, STEPS
 
 homes, durable, overlap, point = sys.argv[1:]
 
@@ -51,11 +51,12 @@ def request_number(number):
 torch.set_num_threads(1)
 with weights_rig.scripted() as engine:
     model = weights_rig.built(weights_rig.Chain)
-    optimizer = optimizer_of(model, durable, overlap == "True")
+    optimizer = weights_rig.flash_adamw(model, durable, overlap=overlap == "True", durable=True)
     assert optimizer.resume() == 0
     with weights_rig.on_flash(model, homes, limit=LIMIT):
+        data = weights_rig.inputs(STEPS)
         for step in range(DYING):
-            one_step(model, optimizer, step)
+            weights_rig.train_step(model, optimizer, data[step])
             print(step + 1, flush=True)
         where, _, number = point.partition(" ")
         layer = model.layers[2]
@@ -69,24 +70,10 @@ with weights_rig.scripted() as engine:
             os.fdatasync = os.fsync = die
         elif where == "between":
             model.register_forward_pre_hook(die)
-        one_step(model, optimizer, DYING)
+        weights_rig.train_step(model, optimizer, data[DYING])
         print(DYING + 1, flush=True)
         die()
 """
-
-
-def optimizer_of(model, durable, overlap):
-    return FlashAdamW(
-        model.parameters(), lr=1e-2, flash=str(durable), tile=6144, overlap=overlap, durable=True
-    )
-
-
-def one_step(model, optimizer, step):
-    loss = loss_of(model, inputs(STEPS)[step])
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
 
 
 POINTS = ["forward", "backward", "sync", "between", "after", "request 1", "request 13"]
@@ -117,21 +104,22 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(point, overlap, disk_pa
     assert os.listdir(homes) == []
     assert all(name.endswith((".slab", ".journal", ".lock")) for name in os.listdir(durable))
 
+    data = inputs(STEPS)
     building = penstock.built_on_flash(homes, floor=FLOOR) if overlap else nullcontext()
     with building:
         model = built(Chain, seed=9)
-    optimizer = optimizer_of(model, durable, overlap)
+    optimizer = flash_adamw(model, durable, overlap=overlap, durable=True)
     first = optimizer.resume() if overlap else None  # at home already, or in the session
     with on_flash(model, homes, limit=LIMIT):
         if first is None:
             first = optimizer.resume()
         assert first in (completed, completed + 1)
-        losses = [one_step(model, optimizer, step) for step in range(first, STEPS)]
+        losses = [train_step(model, optimizer, x) for x in data[first:]]
     optimizer.close()
 
     unbroken = built(Chain)
-    optimizer = optimizer_of(unbroken, whole, overlap)
-    expected = [one_step(unbroken, optimizer, step) for step in range(STEPS)]
+    optimizer = flash_adamw(unbroken, whole, overlap=overlap, durable=True)
+    expected = [train_step(unbroken, optimizer, x) for x in data]
     optimizer.close()
     assert_same(losses, expected[first:])
     assert_same(state_of(model), state_of(unbroken))

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from penstock import checkpoint
-from penstock.optim import FlashAdamW
 from weights_rig import (
     PATIENCE_S,
     WEIGHT_BYTES,
     Chain,
     assert_same,
     built,
+    flash_adamw,
     inputs,
-    loss_of,
     on_flash,
     scripted,
     state_of,
+    train_step,
 )
 
 PROGRAM = Path(__file__).with_name("weights_memory_program.py")
@@ -82,15 +82,7 @@ def test_a_checkpoint_in_the_background_has_the_step_that_was_saved(kind, disk_p
     if kind == "torch":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     else:
-        overlap = kind == "overlap"
-        optimizer = FlashAdamW(
-            model.parameters(), lr=1e-2, flash=str(disk_path), tile=6144, overlap=overlap
-        )
-
-    def train(x):
-        loss_of(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer = flash_adamw(model, disk_path, overlap=kind == "overlap")
 
     first, *others = inputs(3)
     with (
@@ -98,12 +90,12 @@ def test_a_checkpoint_in_the_background_has_the_step_that_was_saved(kind, disk_p
         on_flash(model, disk_path, limit=3 * WEIGHT_BYTES),
         checkpoint.Checkpointer(disk_path / "run") as checkpoints,
     ):
-        train(first)
+        train_step(model, optimizer, first)
         expected = state_of(model)
         engine.fault = wait_for_training
         checkpoints.save(1, {"model": model}, wait=False)
         for x in others:
-            train(x)
+            train_step(model, optimizer, x)
         go_on.set()
         checkpoints.wait()
         [saved] = checkpoints.checkpoints()

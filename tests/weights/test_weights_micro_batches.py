@@ -7,8 +7,17 @@ import torch
 from test_weights_optim import Traffic
 
 from penstock import micro_batched
-from penstock.optim import FlashAdamW
-from weights_rig import WEIGHT_BYTES, WIDTH, Chain, assert_same, bits, built, on_flash, state_of
+from weights_rig import (
+    WEIGHT_BYTES,
+    WIDTH,
+    Chain,
+    assert_same,
+    bits,
+    built,
+    flash_adamw,
+    on_flash,
+    state_of,
+)
 
 DEPTH, LIMIT = 12, 3 * WEIGHT_BYTES
 ALL_BYTES = DEPTH * WEIGHT_BYTES
@@ -44,9 +53,7 @@ def loop(model, batch, parts):
 def steps(run, directory, parts, *, is_on_flash):
     """Gradients of the weights in each step, the weights at last, and bytes of them read and written."""
     model = built(lambda: Chain(DEPTH))
-    optimizer = FlashAdamW(
-        model.parameters(), lr=1e-2, flash=directory, tile=6144, overlap=True, accumulation=parts
-    )
+    optimizer = flash_adamw(model, directory, overlap=True, accumulation=parts)
     seen, moved = [], (0, 0)
     session = on_flash(model, directory, limit=LIMIT) if is_on_flash else nullcontext()
     with session as opened:

@@ -6,10 +6,9 @@ import torch
 import penstock
 from penstock.core.units import MIB
 from penstock.io.mapping import PAGE_BYTES
-from penstock.optim import FlashAdamW
 from penstock.store.account import host_account
 from penstock.store.heap import Heap
-from weights_rig import Chain, bits, built, inputs, loss_of
+from weights_rig import Chain, bits, built, flash_adamw, inputs, train_step
 
 WIDTH = 512
 """Of a layer, whose weight is one MiB."""
@@ -25,18 +24,8 @@ def batches(steps):
     return inputs(steps, shape=(BATCH, WIDTH))
 
 
-def step(model, optimizer, x):
-    loss = loss_of(model, x)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
 def adamw(model, directory, **options):
-    return FlashAdamW(
-        model.parameters(), lr=1e-3, flash=str(directory), overlap=True, tile=1 << 16, **options
-    )
+    return flash_adamw(model, directory, lr=1e-3, overlap=True, tile=1 << 16, **options)
 
 
 def test_weights_that_fit_into_more_than_half_of_the_memory_stay(disk_path):
@@ -47,10 +36,10 @@ def test_weights_that_fit_into_more_than_half_of_the_memory_stay(disk_path):
     ) as session:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for x in batches(2):
-            step(model, optimizer, x)
+            train_step(model, optimizer, x)
         before = weight_reads(session)
         for x in batches(2):
-            step(model, optimizer, x)
+            train_step(model, optimizer, x)
         assert weight_reads(session) == before == 16
         assert host_account().peak_bytes <= 26 * MIB
 
@@ -74,12 +63,12 @@ def test_weights_give_way_to_what_a_step_cannot_do_without(disk_path, monkeypatc
     monkeypatch.setenv("PENSTOCK_RESTORE_INTO", into)
     plain, model = chain(), chain()
     optimizer = adamw(plain, disk_path, host_memory="7MiB")
-    expected = [step(plain, optimizer, x) for x in batches(3)]
+    expected = [train_step(plain, optimizer, x) for x in batches(3)]
     optimizer.close()
     optimizer = adamw(model, disk_path, host_memory="7MiB")
     with penstock.offload(model, optimizer, memory=memory, weights="flash", flash=str(disk_path)):
         host_account().reset_peak()  # the bandwidth is measured in more than the least limit
-        assert [step(model, optimizer, x) for x in batches(3)] == expected
+        assert [train_step(model, optimizer, x) for x in batches(3)] == expected
         assert host_account().peak_bytes <= host_account().limit_bytes
     optimizer.close()
     assert all(map(torch.equal, map(bits, plain.parameters()), map(bits, model.parameters())))

@@ -37,7 +37,7 @@ class TrainingSetup:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``dry_profile``."""
+        """Return the keyword arguments of ``dry_step``."""
         return {
             "machine": self.machine,
             "device": self.device,

@@ -36,6 +36,12 @@ from penstock.weights.stays import Stay, WeightTable
 ROWS_SHARE: Final = 8
 """An embedding's rows are read at home, if they are less than this part of it."""
 
+RestModel = Callable[[Module, Callable[[list[tuple[int, str]]], None]], Sequence[Home]]
+"""Lets the weights of a model rest, and returns their homes.
+
+Before that it calls its second argument with their lengths and names, which raises if they are too long.
+"""
+
 
 class WeightStreamer:
     """Streams the weights of models. Thread-safe, but for ``add`` and ``close``.
@@ -46,7 +52,7 @@ class WeightStreamer:
 
     def __init__(
         self,
-        rest: Callable[[Module, Callable[[list[tuple[int, str]]], None]], Sequence[Home]],
+        rest: RestModel,
         *,
         account: Account,
         clock_ns: Callable[[], int],
@@ -55,8 +61,7 @@ class WeightStreamer:
         """Take charge of nothing yet; see ``add``.
 
         Args:
-            rest: Returns the homes of a model's weights, which rest there from then on; before that it
-                calls its second argument with their lengths and names, which raises if they are too long.
+            rest: Lets the weights of a model rest.
             account: Account of the weights in memory, whose limit the streamer keeps.
             clock_ns: Returns the time.
             memory: Where weights are brought to, charged to ``account``; None: host memory.

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.lab.dry import dry_profile, dry_zoo_profile
+from penstock.lab.dry import dry_step, dry_zoo_step
 
 B, H, T, D = 2, 4, 128, 32
 SCORES = B * H * T * T
@@ -29,14 +29,14 @@ class Attention(nn.Module):
 def saved(*, device="cuda", dtype=torch.float32, **options):
     """Bytes of the slots that attention saves, but for the factors of ``scale``."""
     given = [torch.empty(B, H, T, D, dtype=dtype) for _ in range(3)]
-    profile = dry_profile(
+    profile = dry_step(
         Attention(dtype=dtype, **options),
         lambda model, *batch: model(*batch).sum(),
         inputs=given,
         device=device,
         machine=GPU,
         floor_bytes=4097,
-    )
+    ).profile
     sizes = [slot.key.nbytes for slot in profile.slots]
     for one in given:
         sizes.remove(one.nbytes)
@@ -48,14 +48,14 @@ def test_a_dropout_keeps_one_byte_for_each_element():
     network = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
     sizes = {}
     for device in ("cpu", "cuda"):
-        profile = dry_profile(
+        profile = dry_step(
             network,
             lambda model, x: model(x).sum(),
             inputs=(torch.empty(100, 64),),
             device=device,
             machine=GPU,
             floor_bytes=4097,
-        )
+        ).profile
         (sizes[device],) = [s.key.nbytes for s in profile.slots if s.kind == "Dropout"]
         (back,) = [
             one for one in profile.operators if one.backward and "Sequential.1" in one.module
@@ -66,13 +66,13 @@ def test_a_dropout_keeps_one_byte_for_each_element():
 
 def test_a_dropout_without_effect_is_none():
     network = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).eval()
-    profile = dry_profile(
+    profile = dry_step(
         network,
         lambda model, x: model(x).sum(),
         inputs=(torch.empty(100, 64),),
         device="cuda",
         machine=GPU,
-    )
+    ).profile
     assert not any("dropout" in one.name for one in profile.operators)
 
 
@@ -104,14 +104,14 @@ def test_half_precision_under_autocast():
     def step(model, *batch):
         return model(*batch).sum()
 
-    profile = dry_profile(
+    profile = dry_step(
         Attention(dropout_p=0.1),
         step,
         inputs=[torch.empty(B, H, T, D) for _ in range(3)],
         device="cuda",
         autocast="bfloat16",
         machine=GPU,
-    )
+    ).profile
     names = {one.name: one.half for one in profile.operators}
     assert names["aten._scaled_dot_product_flash_attention"]
     assert names["aten._scaled_dot_product_flash_attention_backward"]
@@ -119,32 +119,32 @@ def test_half_precision_under_autocast():
 
 def test_networks_of_convolutions_are_the_same_but_for_their_dropout():
     def keys(device):
-        profile = dry_zoo_profile(
+        profile = dry_zoo_step(
             "vgg16", 4, machine=GPU, size="tiny", device=device, floor_bytes=64
-        )
+        ).profile
         return {slot.key for slot in profile.slots if slot.kind != "Dropout"}
 
     assert keys("cpu") == keys("cuda")
 
 
 def test_attention_flops_are_counted():
-    profile = dry_profile(
+    profile = dry_step(
         Attention(),
         lambda model, *batch: model(*batch).sum(),
         inputs=[torch.empty(B, H, T, D) for _ in range(3)],
         device="cuda",
         machine=GPU,
-    )
+    ).profile
     flops = {one.name: one.flops for one in profile.operators}
     product = 2 * SCORES * D
     assert flops["aten._scaled_dot_product_efficient_attention"] == 2 * product
     assert flops["aten._scaled_dot_product_efficient_attention_backward"] == 5 * product
-    on_cpu = dry_profile(
+    on_cpu = dry_step(
         Attention(),
         lambda model, *batch: model(*batch).sum(),
         inputs=[torch.empty(B, H, T, D) for _ in range(3)],
         machine=GPU,
-    )
+    ).profile
     flops = {one.name: one.flops for one in on_cpu.operators}
     assert flops["aten._scaled_dot_product_flash_attention_for_cpu"] == 2 * product
     assert flops["aten._scaled_dot_product_flash_attention_for_cpu_backward"] == 5 * product

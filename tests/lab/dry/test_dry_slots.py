@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.lab import zoo
-from penstock.lab.dry import dry_profile, dry_zoo_profile
+from penstock.lab.dry import dry_step, dry_zoo_step
 
 
 def assert_same_slots(dry, real):
@@ -23,9 +23,9 @@ def assert_same_slots(dry, real):
 @pytest.mark.parametrize("name", zoo.families())
 def test_every_kind_of_network_of_the_zoo(tmp_path, name):
     real = measured_zoo(tmp_path, name, 8)
-    dry = dry_zoo_profile(
+    dry = dry_zoo_step(
         name, 8, machine=GPU, whole_device=False, floor_bytes=FLOOR_BYTES, size="tiny"
-    )
+    ).profile
     assert len(dry.slots) >= 4
     assert_same_slots(dry, real)
 
@@ -33,7 +33,7 @@ def test_every_kind_of_network_of_the_zoo(tmp_path, name):
 @pytest.mark.parametrize("name", ["vgg16", "densenet121", "bert-base", "gpt2"])
 def test_under_autocast(tmp_path, name):
     real = measured_zoo(tmp_path, name, 8, autocast="bfloat16")
-    dry = dry_zoo_profile(
+    dry = dry_zoo_step(
         name,
         8,
         machine=GPU,
@@ -41,7 +41,7 @@ def test_under_autocast(tmp_path, name):
         whole_device=False,
         floor_bytes=FLOOR_BYTES,
         size="tiny",
-    )
+    ).profile
     assert {slot.dtype for slot in dry.slots} >= {"bfloat16"}
     assert_same_slots(dry, real)
 
@@ -155,14 +155,14 @@ def test_what_saves_in_its_own_way(tmp_path, part):
     torch.manual_seed(0)
     network, x = make(), torch.randn(shape)
     real = measured(tmp_path, network, lambda: network(x).sum().backward(), floor_bytes=8192)
-    dry = dry_profile(
+    dry = dry_step(
         network,
         lambda model, x: model(x).sum(),
         inputs=(x,),
         machine=GPU,
         whole_device=False,
         floor_bytes=8192,
-    )
+    ).profile
     assert dry.slots
     assert_same_slots(dry, real)
 
@@ -175,13 +175,13 @@ def test_a_slot_knows_the_module_that_made_it():
         nn.Conv2d(8, 8, 3),
         nn.MaxPool2d(2),
     )
-    profile = dry_profile(
+    profile = dry_step(
         network,
         lambda model, x: (model(x) * 2).pow(2).mean(),
         inputs=(torch.empty(IMAGES),),
         machine=GPU,
         floor_bytes=4097,
-    )
+    ).profile
     # by hand: the innermost module in which it was made, and all that saved it
     assert [(slot.key.module, slot.producer) for slot in profile.slots] == [
         ("Sequential.0", None),

@@ -9,7 +9,7 @@
 6. :mod:`.profile` puts them together.
 """
 
-from penstock.lab.dry.networks import dry_zoo_profile, dry_zoo_step
-from penstock.lab.dry.profile import DryStep, dry_profile, dry_step
+from penstock.lab.dry.networks import dry_zoo_step
+from penstock.lab.dry.profile import DryStep, dry_step
 
-__all__ = ["DryStep", "dry_profile", "dry_step", "dry_zoo_profile", "dry_zoo_step"]
+__all__ = ["DryStep", "dry_step", "dry_zoo_step"]

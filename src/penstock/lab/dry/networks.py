@@ -8,33 +8,6 @@ from penstock.lab import zoo
 from penstock.lab.dry.profile import DryStep, dry_step
 from penstock.lab.zoo.base import Setting
 from penstock.plan.machine import Machine
-from penstock.plan.profile import Profile
-
-
-def dry_zoo_profile(
-    name: str,
-    batch_size: int,
-    *,
-    machine: Machine,
-    device: str = "cpu",
-    optimizer_state_copies: int = 0,
-    autocast: str | None = None,
-    whole_device: bool = True,
-    floor_bytes: int | None = None,
-    **overrides: Setting,
-) -> Profile:
-    """Profile one training step of a network of the zoo; see :func:`dry_zoo_step`."""
-    return dry_zoo_step(
-        name,
-        batch_size,
-        machine=machine,
-        device=device,
-        optimizer_state_copies=optimizer_state_copies,
-        autocast=autocast,
-        whole_device=whole_device,
-        floor_bytes=floor_bytes,
-        **overrides,
-    ).profile
 
 
 def dry_zoo_step(

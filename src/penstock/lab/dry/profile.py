@@ -41,37 +41,6 @@ _NEEDS_DATA: Final = (
 )
 
 
-def dry_profile(
-    module: torch.nn.Module,
-    step: Step,
-    *,
-    machine: Machine,
-    inputs: Sequence[torch.Tensor] = (),
-    device: str = "cpu",
-    optimizer_state_copies: int = 0,
-    autocast: str | None = None,
-    whole_device: bool = True,
-    floor_bytes: int | None = None,
-    nonzero_count: int | None = None,
-) -> Profile:
-    """Profile one step of ``module`` without memory, without data, and without ``machine``.
-
-    As :func:`dry_step`, which says as well what its weights are and when it uses them.
-    """
-    return dry_step(
-        module,
-        step,
-        machine=machine,
-        inputs=inputs,
-        device=device,
-        optimizer_state_copies=optimizer_state_copies,
-        autocast=autocast,
-        whole_device=whole_device,
-        floor_bytes=floor_bytes,
-        nonzero_count=nonzero_count,
-    ).profile
-
-
 @dataclass(frozen=True)
 class DryStep:
     """A step on shapes alone."""
@@ -105,12 +74,12 @@ def dry_step(
 
         with torch.device("meta"):  # or a real module
             model = Net()
-        profile = dry_profile(
+        profile = dry_step(
             model,
             lambda model, x, y: F.cross_entropy(model(x), y),
             inputs=(torch.empty(512, 3, 224, 224, device="meta"), torch.empty(512, device="meta").long()),
             machine=machine,
-        )
+        ).profile
 
     Args:
         module: The module to train: real, or on the device "meta". It is copied and not changed.
