@@ -12,6 +12,7 @@ from penstock.core import knobs
 from penstock.core.errors import ConfigError
 from penstock.core.files import given_path, given_paths, parse_toml, read_text
 from penstock.core.memory import MemoryRequest, parse_memory
+from penstock.core.ranks import local_processes, local_rank, own_of, rank
 from penstock.core.units import format_bytes, parse_bytes
 
 UNLIMITED: int = 1 << 62
@@ -49,8 +50,13 @@ class OffloadConfig:
     flash: str | Path | tuple[str | Path, ...] = ()
     """Directories to offload to, best on different SSDs: they form one striped tier. Empty: none."""
 
+    flash_by_rank: bool = False
+    """Divide the directories of ``flash`` among the ranks on this machine, by ``LOCAL_RANK``: each has
+    its own, in turn. False: all ranks use all directories."""
+
     flash_capacity: int | str | None = None
-    """Capacity of the flash tier; ``None``: nine tenths of the free space."""
+    """Capacity of the flash tier of this process; ``None``: nine tenths of the free space, divided by the
+    ranks on this machine that use the same file system."""
 
     policy: str = "auto"
     """Name of a policy: ``"auto"``, ``"all"``, ``"keep"``, ...; or path of a plan's ``.json`` file."""
@@ -108,7 +114,8 @@ class OffloadConfig:
             object.__setattr__(self, "memory", given.nbytes or self.memory)
         if self.floor is None:
             object.__setattr__(self, "floor", knobs.floor_bytes())
-        object.__setattr__(self, "flash", given_paths(self.flash, "flash"))
+        named = given_paths(self.flash, "flash")
+        object.__setattr__(self, "flash", named)
         if self.event_log is not None:
             given_path(self.event_log, "event_log")
         if type(self.event_log_files) is not int or self.event_log_files < 1:
@@ -118,8 +125,13 @@ class OffloadConfig:
         for name in _SIZES:
             if getattr(self, name) == 0 and name != "host_memory":
                 raise ConfigError(f"{name} must be more than 0 bytes")
-        if len(set(self.directories)) != len(self.directories):
-            raise ConfigError(f"flash names a directory twice: {list(self.directories)}")
+        if len(set(named)) != len(named):
+            raise ConfigError(f"flash names a directory twice: {list(named)}")
+        if self.flash_by_rank and rank() is not None and local_rank() is None:
+            raise ConfigError(
+                "flash_by_rank is set, but LOCAL_RANK is not in the environment: start the processes by"
+                " torchrun, or set it to the index of each process on its machine"
+            )
         if self.flash_capacity is not None and not self.directories:
             raise ConfigError("flash_capacity is set, but no flash directory is named")
         self._check_codec()
@@ -223,9 +235,14 @@ class OffloadConfig:
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """``flash`` as a tuple of strings."""
+        """The directories of this process, as strings: ``flash``, or its own of these."""
         assert isinstance(self.flash, tuple)
-        return tuple(str(path) for path in self.flash)
+        own = (
+            own_of(self.flash, local_rank(), local_processes())
+            if self.flash_by_rank
+            else self.flash
+        )
+        return tuple(str(path) for path in own)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, source: str = "configuration") -> Self:

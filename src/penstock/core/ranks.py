@@ -1,13 +1,17 @@
-"""Rank of this process in a distributed run, and names of files per rank.
+"""Rank of this process in a distributed run, and its files and directories.
 
 Launchers (torchrun, accelerate, DeepSpeed) start the same command several times and set ``RANK`` and
 ``WORLD_SIZE`` for each process, as ``torch.distributed`` expects them. Without names per rank, all
-processes would write the same file at once.
+processes would write the same file at once. ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` count the processes
+of one machine.
 """
 
 from __future__ import annotations
 
 import os
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def rank() -> int | None:
@@ -22,10 +26,40 @@ def rank() -> int | None:
     return number if size > 1 and 0 <= number < size else None
 
 
+def world_size() -> int:
+    """Return ``WORLD_SIZE``, the number of processes of the job; 1 without a launcher."""
+    return 1 if rank() is None else int(os.environ["WORLD_SIZE"])
+
+
 def local_processes() -> int:
     """Return ``LOCAL_WORLD_SIZE``, the number of processes on this machine; 1 without a launcher."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, int(text)) if rank() is not None and text.isdecimal() else 1
+
+
+def local_rank() -> int | None:
+    """Return ``LOCAL_RANK``, the index among the processes on this machine.
+
+    ``None`` in a run of one process, or if the launcher does not set it.
+    """
+    text = os.environ.get("LOCAL_RANK", "")
+    is_number = text.isascii() and text.isdigit() and len(text) < 10
+    return int(text) if rank() is not None and is_number else None
+
+
+def own_of(places: tuple[T, ...], local: int | None, processes: int) -> tuple[T, ...]:
+    """Return the places of one local rank if each rank has its own.
+
+    Args:
+        places: Those of all ranks on the machine, in order; at least one.
+        local: Index of the rank on the machine. With ``None`` it is alone and has all.
+        processes: Number of ranks on the machine. If there are more of them than places, rank ``i`` has
+            place ``i`` modulo the number of places; otherwise places are dealt out in turn.
+    """
+    if local is None or not places:
+        return places
+    dealt = places[local::processes] if local < processes else ()
+    return dealt or (places[local % len(places)],)
 
 
 def path_of_rank(path: str | os.PathLike[str]) -> str:

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Final
 
 from penstock.core.errors import SizeError
+from penstock.core.ranks import local_processes
 
 KIB: Final = 1024
 MIB: Final = 1024**2
@@ -22,6 +23,8 @@ MAX_BYTES: Final = 2**63 - 1
 _TOO_LARGE: Final = "a size is less than 2^63 bytes, 8192 PiB"
 _MAX_CHARACTERS: Final = 100
 """Length of the longest text that is accepted as a size."""
+_PER_NODE: Final = "/node"
+"""Suffix of a size that the processes of a launcher on this machine divide between them."""
 
 _UNITS: Final[dict[str, int]] = {
     "B": 1,
@@ -39,7 +42,9 @@ def parse_bytes(value: int | str, *, what: str = "size") -> int:
 
     Args:
         value: An ``int`` (bytes), or a number with a unit: ``B``, ``kB``, ``MB``, ``GB``, ``TB``
-            (powers of 1000), ``KiB``, ``MiB``, ``GiB``, ``TiB`` (powers of 1024).
+            (powers of 1000), ``KiB``, ``MiB``, ``GiB``, ``TiB`` (powers of 1024). After ``"64GiB/node"``
+            the result is this process's part: the processes that a launcher has started on this machine
+            divide it equally.
         what: Name of the setting; errors begin with it.
 
     Raises:
@@ -54,6 +59,9 @@ def parse_bytes(value: int | str, *, what: str = "size") -> int:
         if value < 0:
             raise SizeError(f"{what}: {value} bytes is negative")
         return value
+    processes = 1
+    if len(value) <= _MAX_CHARACTERS and value.rstrip().endswith(_PER_NODE):
+        value, processes = value.rstrip().removesuffix(_PER_NODE), local_processes()
     match = _NUMBER.fullmatch(value) if len(value) <= _MAX_CHARACTERS else None
     if match is None:
         raise SizeError(
@@ -68,13 +76,13 @@ def parse_bytes(value: int | str, *, what: str = "size") -> int:
         raise SizeError(f"{what}: {value!r} is too large: {_TOO_LARGE}")
     if size.denominator != 1 and size < KIB:  # above, as in 4.7GiB, the fraction is dropped
         raise SizeError(f"{what}: {value!r} is {float(size)} bytes, which is not a whole number")
-    return int(size)
+    return int(size) // processes
 
 
 def parse_bandwidth(value: int | str, *, what: str = "bandwidth") -> int:
     """Turn ``"3.5GB/s"`` or an integer into bytes per second. Raises SizeError as ``parse_bytes``."""
     if isinstance(value, str):
-        if not value.rstrip().endswith("/s"):
+        if not value.rstrip().endswith("/s") or _PER_NODE in value:
             raise SizeError(f"{what}: {value!r} is not a bandwidth; write it as in '3.5GB/s'")
         value = value.rstrip().removesuffix("/s")
     bandwidth = parse_bytes(value, what=what)
