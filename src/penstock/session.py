@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
@@ -17,7 +20,13 @@ from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
 from penstock.core.interrupts import LostInterrupts
 from penstock.core.process import call_in_child
-from penstock.core.ranks import path_of_rank, rank
+from penstock.core.ranks import (
+    local_processes,
+    local_rank,
+    path_of_rank,
+    rank,
+    world_size,
+)
 from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
@@ -37,19 +46,25 @@ from penstock.runtime.inspection import SessionState, tier_state
 from penstock.runtime.loader_demand import LoaderReads, Loaders
 from penstock.runtime.memory_limit import SAVED_TENSORS, MemoryLimit
 from penstock.runtime.planner import Planner, PlannerSettings
-from penstock.runtime.stores import Stores, check_device_codec
+from penstock.runtime.probe import Meeting
+from penstock.runtime.stores import Stores, check_device_codec, ranks_on_flash
 from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
+from penstock.store.engine import share_flash
 
 if TYPE_CHECKING:
+    from penstock.observe.job_summary import JobSummary
     from penstock.observe.rss import RssSampler
     from penstock.observe.summary import RunFacts, Summary
     from penstock.runtime.cuda.mover import CudaMover
+    from penstock.runtime.rank_store import RankStore
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
     from penstock.weights.relocation import Relocation
     from penstock.weights.streamer import RestModel, WeightStreamer
 
+_numbers = itertools.count()
+"""Numbers of the sessions of this process."""
 _open: list[Session] = []
 """The open session of this process, if there is one. This reference keeps it alive until it is closed."""
 
@@ -114,6 +129,9 @@ class Session:
         self._suggested: tuple[Profile | None, Suggestion | None] = (None, None)
         self._device = _device_named(config.device) if config.device else _device_of(model)
         self._rank = rank()
+        self._number = 0
+        self._ranks: RankStore | None = None
+        self._rank_notes: tuple[str, ...] = ()
         self.recorder = Recorder(event_bytes=event_bytes)
 
     # -- opening and closing ------------------------------------------------------------------
@@ -202,6 +220,7 @@ class Session:
                 executor.close()
             if self.recorder.log is not None:
                 self.recorder.log.conclude(self.summary().to_json())
+            self.publish_summary()
         finally:
             self._stores_close()
         self.recorder.raise_warning()
@@ -225,6 +244,10 @@ class Session:
             from penstock.observe.rss import RssSampler  # noqa: PLC0415
 
             self._rss = RssSampler(self.recorder)
+        self._number = next(_numbers)
+        self._find_ranks()
+        if config.flash_by_rank:
+            share_flash(ranks_on_flash(config))
         open_account(self.recorder)
         self._memory = MemoryLimit(config, self.recorder)
         self.config = config = self._memory.configure(config, kind)
@@ -243,7 +266,9 @@ class Session:
         allowance = allowance or self._allowance(self._device, self.budget)
         self._mover = stores.mover
         if self._machine is None:
-            self._machine = stores.measure()
+            meeting = self._local_ranks()
+            self._machine = stores.measure(meeting)
+            self._note_meeting(meeting)
         self.executor = Executor(
             budget=self.budget,
             tiers=stores.tiers,
@@ -272,6 +297,44 @@ class Session:
         self.devices.plan_by(self.planner)
         if rests and kind != "cpu":  # with the mover
             self._open_weights()
+
+    def _find_ranks(self) -> None:
+        """Find the store that the ranks of this job share, if there is one by now."""
+        dist = torch.distributed
+        is_opening = self._steps == 0
+        if (dist.is_available() and dist.is_initialized()) or (
+            self._rank is not None and is_opening
+        ):
+            from penstock.runtime.rank_store import RankStore  # noqa: PLC0415  (only for ranks)
+
+            self._ranks = RankStore.find(session=self._number, by_agent=is_opening)
+
+    def _local_ranks(self) -> Meeting:
+        """Return the meeting of the ranks on this machine, which measure bandwidth at once."""
+        ranks = self._ranks
+        if ranks is None:
+            return Meeting()
+        here = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+        count = local_processes()
+        return Meeting(count, lambda place: ranks.meet(f"{here}/{place}", count))
+
+    def _note_meeting(self, meeting: Meeting) -> None:
+        """Note for the summary how many ranks have measured at once."""
+        if local_processes() == 1 or not self.config.has_tier:
+            return
+        if meeting.ranks > 1:
+            note = f"bandwidth was measured by the {meeting.ranks} ranks on this machine at once"
+        elif self._ranks is None:
+            note = (
+                "bandwidth was measured by this rank alone: no process group was initialised when the"
+                " session was opened"
+            )
+        else:
+            note = (
+                "bandwidth was measured by this rank alone: the others on this machine did not open a"
+                " session within 10 s"
+            )
+        self._rank_notes = (note,)
 
     def _open_weights(self) -> None:
         """Let the weights of models rest on flash from now on.
@@ -456,7 +519,7 @@ class Session:
             budget_bytes=self._limit_bytes,
             host_budget_bytes=self.config.host_bytes or None,
             tbw_bytes=self.config.tbw_bytes,
-            rank=self._rank,
+            **self._label(),
         )
         self.recorder.begin_step(0)
 
@@ -468,6 +531,8 @@ class Session:
     def _stores_close(self) -> None:
         """Close all that was opened, the latest first, also if some of it raises."""
         with ExitStack() as stack:
+            if self.config.flash_by_rank:
+                stack.callback(share_flash, None)
             if self.recorder.log is not None:
                 stack.callback(self.recorder.log.close)
             if self._rss is not None:
@@ -513,6 +578,8 @@ class Session:
             PenstockWarning: Warnings are errors, and one is pending.
         """
         self._steps += 1
+        if self._ranks is None:
+            self._find_ranks()
         self._attachment.protected.refresh()
         assert self._memory is not None
         self._memory.end_step()
@@ -550,6 +617,48 @@ class Session:
         from penstock.observe.summary import summarize  # noqa: PLC0415  (loads rich)
 
         return summarize(self.recorder.snapshot(), self._facts(), self.recorder.steps())
+
+    def job_summary(self, *, patience_s: float = 10.0) -> JobSummary:
+        """Return the essentials of the summaries of all ranks of the job, as far as they are there.
+
+        Each rank publishes its summary when its session is closed, or when it calls this itself, through
+        the key-value store of its process group or of torchrun. No rank has to call this, and it is no
+        collective: ranks that have died, or hang, are missing from the result.
+
+        Args:
+            patience_s: Longest wait, in seconds, for ranks that have a session and have not published.
+
+        Raises:
+            ClosedError: The session has not been opened.
+        """
+        from penstock.observe.job_summary import (  # noqa: PLC0415  (loads rich)
+            RankLine,
+            joined,
+            rank_line,
+        )
+
+        own = rank_line(self.summary())
+        ranks = self._ranks
+        if ranks is None:
+            return joined([own], world_size())
+        self.publish_summary()
+        found = {
+            number: RankLine.from_text(text)
+            for number, text in ranks.collect("summary", patience_s).items()
+        }
+        return joined((found | {own.rank: own}).values(), ranks.world_size)
+
+    def publish_summary(self) -> bool:
+        """Hand the essentials of the summary to the other ranks. Closing does it as well.
+
+        Returns:
+            False if this is the only rank, or the others cannot be reached.
+        """
+        if self._ranks is None:
+            return False
+        from penstock.observe.job_summary import rank_line  # noqa: PLC0415  (loads rich)
+
+        return self._ranks.publish("summary", rank_line(self.summary()).to_text())
 
     def inspect(self) -> SessionState:
         """Return what the session holds and moves at this moment: slots, transfers, levels, orders.
@@ -642,7 +751,7 @@ class Session:
         return RunFacts(
             policy=self._policy_name,
             device=str(self._device),
-            rank=self._rank,
+            **self._label(),
             budget_bytes=_limit_of(self.budget),
             other_budgets=tuple(
                 (each.budget.name, _limit_of(each.budget))
@@ -663,6 +772,13 @@ class Session:
             host=self._memory.use(saved_bytes),
         )
 
+    def _label(self) -> dict[str, Any]:
+        """Return rank, local rank and machine of this process, if there are several."""
+        number = self._rank if self._ranks is None else self._ranks.rank
+        if number is None:
+            return {"rank": None, "local_rank": None, "node": None}
+        return {"rank": number, "local_rank": local_rank(), "node": socket.gethostname()}
+
     def _plan_notes(self) -> Iterator[str]:
         """Yield notes on plans, but not one about a budget that was never exceeded."""
         refused = self.recorder.snapshot().counted(REFUSED)
@@ -676,7 +792,7 @@ class Session:
     def _notes(self, suggestion: Suggestion | None) -> tuple[str, ...]:
         """Return sentences on the budgets that were found, and advice on others."""
         assert self._memory is not None
-        found = list(self._memory.notes)
+        found = [*self._memory.notes, *self._rank_notes]
         if self._weights is not None:
             found.append(self._weights.note())
         allowances = (each.allowance for each in self.devices.all.values())

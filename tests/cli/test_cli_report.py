@@ -54,6 +54,57 @@ def test_one_document(log, capsys):
     assert found["summary"]["flows"][0]["nbytes"] == 4096
 
 
+def rank_logs(tmp_path, ranks):
+    """Logs of ranks of one job; the last one was killed before its end."""
+    paths = []
+    for place, rank in enumerate(ranks):
+        paths.append(str(tmp_path / f"events.{place}.jsonl"))
+        with EventLog(paths[-1]) as log:
+            recorder = Recorder(clock=ManualClock(), log=log)
+            facts = {
+                "rank": rank,
+                "local_rank": rank,
+                "node": "a",
+                "policy": "auto",
+                "device": "cpu",
+            }
+            recorder.mark("session", budget_bytes=None, **facts)
+            recorder.begin_step(0)
+            recorder.span(Stage.WRITE, 0, 1000, nbytes=4096, tier="flash")
+            recorder.span(Stage.READ, 0, 1000, nbytes=1024, tier="flash")
+            recorder.end_step()
+            if place < len(ranks) - 1:
+                run = RunFacts(**facts, budget_bytes=None, steps=1, warnings=("beware",))
+                log.conclude(summarize(recorder.snapshot(), run).to_json())
+    return paths
+
+
+def test_the_logs_of_ranks_make_one_summary_of_the_job(tmp_path, capsys):
+    paths = rank_logs(tmp_path, [0, 3, 1])
+    assert main(["report", *paths]) == 1
+    out, err = capsys.readouterr()
+    assert "Ranks of the job" in out
+    assert "3 of 4 ranks: 12.00 KiB written to flash, 3.00 KiB of activations read" in out
+    assert "warning: no report of rank 2: " in out
+    assert "warning: rank 0, 3: beware" in out
+    (line,) = err.splitlines()
+    assert paths[2] in line
+    assert "covers only its 1 steps" in line
+    main(["report", "--json", *paths])
+    job = json.loads(capsys.readouterr().out)["job"]
+    assert [(each["rank"], each["node"]) for each in job["ranks"]] == [(0, "a"), (1, "a"), (3, "a")]
+    assert (job["world_size"], job["missing"]) == (4, [2])
+
+
+def test_files_that_are_not_of_one_job_are_refused(tmp_path, capsys):
+    paths = rank_logs(tmp_path, [0, 0])
+    assert main(["report", *paths]) == 2
+    assert "are both of rank 0" in capsys.readouterr().err
+    (alone,) = rank_logs(tmp_path, [None])
+    assert main(["report", alone, paths[1]]) == 2
+    assert f"{alone} is of a run of one process" in capsys.readouterr().err
+
+
 def test_what_is_no_run_is_told_in_one_line(tmp_path, capsys):
     path = tmp_path / "plan.json"
     path.write_text('{"penstock": "plan"}')

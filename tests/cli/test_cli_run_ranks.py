@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -112,6 +113,62 @@ def test_a_session_of_a_rank_writes_a_log_of_its_own(disk_path, monkeypatch):
     assert str(session.summary()).startswith("Penstock  rank 1: ")
 
 
+@pytest.fixture
+def agent():
+    """The environment that torchrun's agent gives two ranks, with its store in this process."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    every = {
+        **ONE_THREAD,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    yield [{**every, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
+    del store
+
+
+def both_ranks(work, agent, *words, options):
+    ranks = [start_under(work, *words, options=options, **each) for each in agent]
+    return [end(process) for process in ranks]
+
+
+def test_rank_0_prints_one_summary_of_the_job_and_the_others_their_first_lines(work, agent):
+    first, second = both_ranks(work, agent, "train.py", options=BUDGET)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    node = socket.gethostname()
+    for rank, ended in enumerate((first, second)):
+        assert f"\nPenstock  rank {rank}, local rank {rank} on {node}: 2 optimizer" in ended.err
+        assert ("Resident bytes" in ended.err) == (rank == 0)
+        assert ("\nRanks of the job\n" in ended.err) == (rank == 0)
+    assert "\n2 of 2 ranks: " in first.err
+    assert "by the 2 ranks on this machine at once" in first.err
+
+
+def test_the_json_of_rank_0_has_the_job(work, agent):
+    first, second = both_ranks(work, agent, "train.py", options=(*BUDGET, "--json"))
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    job = json.loads(first.out)["job"]
+    assert [(line["rank"], line["steps"]) for line in job["ranks"]] == [(0, 2), (1, 2)]
+    assert job["missing"] == []
+    assert "job" not in json.loads(second.out)
+
+
+def test_each_rank_has_its_own_directory_and_its_part_of_the_memory_of_a_node(work, agent):
+    (work / "other").mkdir()
+    (work / "show.py").write_text(
+        "import torch; from penstock.session import _open; config = _open[0].config\n"
+        "print(*config.directories, config.memory)"
+    )
+    options = ("--flash", "spill", "--flash", "other", "--flash-by-rank", "--memory", "64MiB/node")
+    for rank, name in enumerate(("spill", "other")):
+        each = {**agent[rank], "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        ended = end(start_under(work, "show.py", options=options, **each))
+        assert ended.out == f"{work / name} {32 * 2**20}\n", ended.err
+
+
 @pytest.mark.slow
 def test_torchrun_starts_penstock_in_each_process(work):
     launch = [
@@ -125,6 +182,8 @@ def test_torchrun_starts_penstock_in_each_process(work):
     words = [*BUDGET, "--event-log", "log.jsonl", "--trace", "trace.json", "train.py"]
     ended = end(start([*launch, "--no-python", *PENSTOCK["command"], "run", *words], work))
     assert ended.code == 0, ended.err
+    assert ended.err.count("2 of 2 ranks: ") == 1
+    assert ended.err.count("by the 2 ranks on this machine at once") == 1
     check_files_of_ranks(work)
 
 

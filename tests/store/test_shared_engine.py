@@ -7,14 +7,16 @@ import threading
 import pytest
 
 from penstock import checkpoint, offload
+from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB
 from penstock.data import FlashDataset
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.optim import FlashAdamW
+from penstock.runtime.stores import ranks_on_flash
 from penstock.store import engine as module
-from penstock.store.engine import replace_shared_engine, shared_engine
+from penstock.store.engine import replace_shared_engine, share_flash, shared_engine
 from penstock.swap.space import SwapSpace
 from penstock.testing.shared_engine import shared_engine_replaced
 
@@ -51,6 +53,61 @@ def test_whoever_asks_after_a_knob_was_changed_gets_another(monkeypatch):
     monkeypatch.setenv("PENSTOCK_IO_ENGINE", "none")
     with pytest.raises(ConfigError, match="PENSTOCK_IO_ENGINE"):
         shared_engine()
+
+
+def test_ranks_on_one_machine_divide_its_depth(monkeypatch, tmp_path):
+    assert shared_engine().spec.workers == 6
+    numbers = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
+    for name, number in numbers.items():
+        monkeypatch.setenv(name, str(number))
+    assert shared_engine().spec.workers == 3
+    share_flash(1)
+    try:
+        assert shared_engine().spec.workers == 6
+        share_flash(16)
+        assert shared_engine().spec.workers == 2
+        monkeypatch.setenv("PENSTOCK_IO_THREADS", "5")
+        assert shared_engine().spec.workers == 5
+    finally:
+        share_flash(None)
+
+
+def test_ranks_on_other_file_systems_do_not_count(monkeypatch, disk_path):
+    numbers = {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}
+    for name, number in numbers.items():
+        monkeypatch.setenv(name, str(number))
+    other = "/dev/shm"
+    if not os.path.isdir(other) or os.stat(other).st_dev == disk_path.stat().st_dev:
+        pytest.skip("there is no other file system")
+    ranks = {}
+    for by_rank in (False, True):
+        for flash in ((disk_path, other), (disk_path,), (disk_path, disk_path / "a")):
+            config = OffloadConfig(flash=flash, flash_by_rank=by_rank)
+            ranks[by_rank, len(flash), flash[-1] == other] = ranks_on_flash(config)
+    (disk_path / "a").mkdir()
+    assert ranks_on_flash(OffloadConfig(flash=flash, flash_by_rank=True)) == 4
+    assert ranks == {
+        **{(False, number, alone): 4 for number, alone in ((2, True), (1, False), (2, False))},
+        (True, 2, True): 2,
+        (True, 1, False): 4,
+        (True, 2, False): 1,  # that directory is missing
+    }
+
+
+def test_a_session_with_a_directory_of_its_own_divides_by_those_that_share_it(
+    monkeypatch, disk_path
+):
+    numbers = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
+    for name, number in numbers.items():
+        monkeypatch.setenv(name, str(number))
+    flash = [disk_path / name for name in ("a", "b")]
+    for each in flash:
+        each.mkdir()
+    monkeypatch.setattr("penstock.session.ranks_on_flash", lambda _: 1)
+    with offload(flash=flash, flash_by_rank=True, flash_capacity="64MiB") as session:
+        assert session.directories == (str(flash[1]),)
+        assert shared_engine().spec.workers == 6
+    assert shared_engine().spec.workers == 3
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")

@@ -11,6 +11,8 @@ from rich.text import Text
 from penstock import __version__
 from penstock.cli.command import new_parser
 from penstock.cli.output import print_result, say
+from penstock.core.errors import ConfigError
+from penstock.observe.job_summary import JobSummary, joined, rank_line
 from penstock.observe.summary_text import render
 from penstock.report.run_file import FinishedRun, read_run
 
@@ -19,6 +21,7 @@ examples:
   penstock run --device-memory 2GiB --flash /nvme/spill --event-log run.jsonl train.py
   penstock report run.jsonl
   penstock report run.jsonl --json
+  penstock report run.rank0.jsonl run.rank1.jsonl
 
 The exit code is 0, or 1 for an incomplete log, or 2 for a file that is not of a run."""
 
@@ -28,13 +31,16 @@ def parser() -> argparse.ArgumentParser:
     made = new_parser(
         "report",
         "Print the summary of a run: memory, traffic by tier, stalls by cause, decisions of"
-        " the plan,\nand its prediction beside the measurement.",
+        " the plan,\nand its prediction beside the measurement. Of several files, a line for each rank.",
         examples=_EXAMPLES,
-        usage="penstock report RUN [--json]",
+        usage="penstock report RUN [RUN ...] [--json]",
         execute=execute,
     )
     made.add_argument(
-        "run", metavar="RUN", help="an event log, or what `penstock run --json` printed"
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="an event log, or what `penstock run --json` printed; of a job, those of its ranks",
     )
     return made
 
@@ -45,15 +51,36 @@ def execute(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: The file is not of a run, or of another version.
     """
-    run = read_run(options.run)
-    print_result(options.json, lambda: document(run), lambda: text(run))
-    if run.complete:
-        return 0
-    say(
-        f"error: {options.run} ends before its run did: the summary covers only its"
-        f" {run.summary.steps} steps"
-    )
-    return 1
+    runs = [read_run(each) for each in options.runs]
+    if len(runs) == 1:
+        print_result(options.json, lambda: document(runs[0]), lambda: text(runs[0]))
+    else:
+        job = _job(options.runs, runs)
+        print_result(options.json, lambda: _job_document(job), lambda: job)
+    for path, run in zip(options.runs, runs, strict=True):
+        if not run.complete:
+            say(
+                f"error: {path} ends before its run did: the summary covers only its"
+                f" {run.summary.steps} steps"
+            )
+    return 0 if all(run.complete for run in runs) else 1
+
+
+def _job(paths: list[str], runs: list[FinishedRun]) -> JobSummary:
+    """Return the summary of a job. Raises ConfigError if a rank is missing in a file, or there twice."""
+    files: dict[int | None, str] = {}
+    for path, run in zip(paths, runs, strict=True):
+        number = run.summary.rank
+        if number is None:
+            raise ConfigError(f"{path} is of a run of one process; name it alone")
+        if number in files:
+            raise ConfigError(f"{files[number]} and {path} are both of rank {number}")
+        files[number] = path
+    return joined((rank_line(run.summary) for run in runs), len(runs))
+
+
+def _job_document(job: JobSummary) -> dict[str, Any]:
+    return {"schema": 1, "penstock": __version__, "job": job.to_json()}
 
 
 def text(run: FinishedRun) -> RenderableType:

@@ -40,7 +40,7 @@ from penstock.cli.torch_import import when_imported
 from penstock.core import knobs
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.core.files import absolute_path
+from penstock.core.files import absolute_path, given_paths
 from penstock.core.process import fork_guard
 from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import MIB
@@ -51,6 +51,7 @@ from penstock.swap.pending_signals import PendingSignals, listen_to_manager
 
 if TYPE_CHECKING:
     from penstock.api import Session
+    from penstock.observe.job_summary import JobSummary
 
 _EXAMPLES: Final = """\
 examples:
@@ -59,7 +60,8 @@ examples:
   penstock run --config offload.toml --trace trace.json.gz -m package.train --epochs 3
 
 Options of Penstock come before the script; everything after its name is passed to it. Sizes have a
-unit: GB is 10^9 bytes, GiB is 2^30."""
+unit: GB is 10^9 bytes, GiB is 2^30. 64GiB/node is divided by the processes that a launcher has started
+on the machine."""
 _OPTIONS: Final = (
     (
         "--memory",
@@ -79,7 +81,12 @@ _OPTIONS: Final = (
         "SIZE",
         "limit of host memory to offload to, within --memory (default: none)",
     ),
-    ("--flash-capacity", "SIZE", "limit of flash to use (default: 9/10 of the free space)"),
+    (
+        "--flash-capacity",
+        "SIZE",
+        "limit of flash to use (default: 9/10 of the free space, divided by the processes on this"
+        " machine that share it)",
+    ),
     (
         "--weights-memory",
         "SIZE",
@@ -95,6 +102,8 @@ _OPTIONS: Final = (
 )
 _TRACE_BYTES: Final = 64 * MIB
 """Minimum memory for the latest events if a trace is to be written."""
+_PATIENCE_S: Final = 10.0
+"""Longest time that rank 0 waits at the end for the summaries of others."""
 _HUGE_PAGES: Final = "THP_MEM_ALLOC_ENABLE"
 """Variable that makes torch request huge pages for large CPU tensors, read at the first of them."""
 
@@ -118,6 +127,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         action="append",
         help="directory on an SSD to offload to; repeat it for several",
+    )
+    made.add_argument(
+        "--flash-by-rank",
+        action="store_true",
+        default=None,
+        help="divide these directories among the processes on this machine, by LOCAL_RANK",
     )
     made.add_argument(
         "--policy",
@@ -304,6 +319,7 @@ class _RunLifecycle:
         self._session: Session | None = None
         self._sleeper: Any = None
         self._was_refused = False
+        self._is_told_by_rank_0 = False
 
     def start(self) -> None:
         """Open the session, when torch has been imported.
@@ -391,9 +407,12 @@ class _RunLifecycle:
                 " torch optimizer ends, and none has ended since"
             )
         summary = None if self._session is None else self._session.summary()
+        job = self._job_summary()
         if self.answer is not None:
             facts = None if summary is None else summary.to_json()
             document = {"schema": 1, "command": self._words, "summary": facts}
+            if job is not None:
+                document["job"] = job.to_json()
             if self._rank is None:
                 write_json(document, self.answer)
             else:
@@ -406,9 +425,23 @@ class _RunLifecycle:
             say("the script did not import torch: there was nothing to offload")
         else:
             sys.__stderr__.write("\n")
-            show(summary, sys.__stderr__)
+            text = importlib.import_module("penstock.observe.summary_text")
+            show(text.head(summary) if self._is_told_by_rank_0 else summary, sys.__stderr__)
+            if job is not None:
+                sys.__stderr__.write("\n")
+                show(job, sys.__stderr__)
         if summary is not None and summary.steps == 0 and self.code == 0:
             say(notes.no_step(self._words[0]))
+
+    def _job_summary(self) -> JobSummary | None:
+        """Publish this rank's summary; on rank 0 return that of the job, if others have published."""
+        if self._session is None or not self._session.publish_summary():
+            return None
+        self._is_told_by_rank_0 = self._rank != 0
+        if self._is_told_by_rank_0:
+            return None
+        job = self._session.job_summary(patience_s=_PATIENCE_S if self.code == 0 else 0.0)
+        return job if len(job.ranks) > 1 else None
 
     def _close(self) -> None:
         if self._resume_record is not None:
@@ -433,6 +466,7 @@ def _config(options: argparse.Namespace) -> OffloadConfig:
         "memory",
         "device_memory",
         "host_memory",
+        "flash_by_rank",
         "flash_capacity",
         "policy",
         "codec",
@@ -461,7 +495,7 @@ def _config(options: argparse.Namespace) -> OffloadConfig:
         policies.get(config.policy)
     return replace(  # absolute, because the script may change its directory
         config,
-        flash=tuple(spill_directory(each) for each in config.directories),
+        flash=tuple(spill_directory(each) for each in given_paths(config.flash, "flash")),
         event_log=_file(config.event_log, "event_log"),
     )
 

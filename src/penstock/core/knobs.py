@@ -26,13 +26,15 @@ def io_engine() -> Literal["aio", "auto", "threads"]:
     return _choice("PENSTOCK_IO_ENGINE", "auto", _IO_ENGINE)
 
 
-def io_threads() -> int:
+def io_threads(ranks: int = 1) -> int:
     """``PENSTOCK_IO_THREADS`` (6): transfers of one I/O engine in flight at once, and its threads.
+
+    The default is divided by the ranks that share the flash, but is at least 2, one for each direction.
 
     With fewer, short transfers end before the engine's thread, which waits for the interpreter's lock
     for up to 5 ms, has submitted more; with many, a demand read waits for more bytes in flight.
     """
-    return _positive_int("PENSTOCK_IO_THREADS", 6)
+    return _positive_int("PENSTOCK_IO_THREADS", max(2, 6 // ranks))
 
 
 def io_piece_bytes() -> int:

@@ -77,6 +77,10 @@ class RunFacts:
     """Name of the device: ``"cpu"``, ``"cuda:0"``, ..."""
     rank: int | None = None
     """Rank of the process; ``None`` if it is the only one."""
+    local_rank: int | None = None
+    """Its index among the processes on its machine; ``None`` if it is not known."""
+    node: str | None = None
+    """Name of its machine; ``None`` if the process is the only one."""
     budget_bytes: int | None
     """Limit of the memory named ``"device"``; ``None`` if there is none."""
     other_budgets: tuple[tuple[str, int | None], ...] = ()
@@ -140,6 +144,8 @@ def summarize(totals: Totals, facts: RunFacts, steps: Iterable[StepTotals] = ())
         policy=facts.policy,
         device=facts.device,
         rank=facts.rank,
+        local_rank=facts.local_rank,
+        node=facts.node,
         steps=facts.steps,
         elapsed_s=totals.elapsed_ns / 1e9,
         saved_peak_bytes=facts.saved_peak_bytes,

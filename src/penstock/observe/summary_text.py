@@ -61,7 +61,7 @@ def to_text(renderable: RenderableType, *, width: int | None = None) -> str:
 
 def render(summary: SummaryValues) -> RenderableType:
     """Return the summary as an object that rich can print; empty parts are omitted."""
-    parts: list[RenderableType] = [_head(summary)]
+    parts: list[RenderableType] = [head(summary)]
     for part in (
         _host(summary),
         _memory(summary),
@@ -117,9 +117,10 @@ def percent(share: float) -> str:
     return f"{share * 100:.1f} %"
 
 
-def _head(summary: SummaryValues) -> Text:
+def head(summary: SummaryValues) -> Text:
+    """Return the first lines of a summary."""
     line = Text("Penstock", style="bold")
-    rank = "" if summary.rank is None else f"rank {summary.rank}: "
+    rank = "" if summary.rank is None else f"rank {summary.rank}{_where(summary)}: "
     line.append(
         f"  {rank}{_plural(summary.steps, 'optimizer step')} in {format_duration(summary.elapsed_s)},"
         f" policy {summary.policy}, device {summary.device}",
@@ -132,6 +133,12 @@ def _head(summary: SummaryValues) -> Text:
         )
         line.append(_against_budget(summary), style="not bold")
     return line
+
+
+def _where(summary: SummaryValues) -> str:
+    if summary.local_rank is None:
+        return ""
+    return f", local rank {summary.local_rank} on {summary.node}"
 
 
 def _against_budget(summary: SummaryValues) -> str:

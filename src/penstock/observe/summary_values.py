@@ -149,6 +149,10 @@ class SummaryValues:
     device: str
     rank: int | None = None
     """Rank of the process; ``None`` if it is the only one."""
+    local_rank: int | None = None
+    """Its index among the processes on its machine; ``None`` if it is not known."""
+    node: str | None = None
+    """Name of its machine; ``None`` if the process is the only one."""
     steps: int
     elapsed_s: float
     saved_peak_bytes: int

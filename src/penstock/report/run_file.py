@@ -178,7 +178,10 @@ def _pieced_together(found: _Gathered, where: str) -> Summary:
             "device": known.get("device", "unknown"),
             **{
                 name: known.get(name)
-                for name in ("budget_bytes", "host_budget_bytes", "tbw_bytes", "rank")
+                for name in (
+                    *("budget_bytes", "host_budget_bytes", "tbw_bytes"),
+                    *("rank", "local_rank", "node"),
+                )
             },
             "steps": len(found.steps),
             "saved_peak_bytes": 0 if foreseen is None else foreseen.saved_bytes,

@@ -6,7 +6,9 @@ What devices that run behind the interpreter need is in :mod:`.cuda.accelerator`
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
@@ -16,12 +18,13 @@ from penstock.codec import registry
 from penstock.core import knobs
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import BudgetError, ConfigError, free_space_bytes
+from penstock.core.ranks import local_processes, local_rank, own_of
 from penstock.core.units import GIB, MIB, format_bytes, round_down
 from penstock.io.engine import Engine
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
 from penstock.runtime.movers import CpuMover, Mover, Transport, page_slack_bytes
-from penstock.runtime.probe import measure
+from penstock.runtime.probe import Meeting, measure
 from penstock.runtime.sampling import CodecSampler, Sampler
 from penstock.store.account import Account, host_account
 from penstock.store.arena import Arena
@@ -167,11 +170,12 @@ class Stores:
         tier = self.tiers.get(name)
         return 0 if tier is None else tier.spec.capacity_bytes
 
-    def measure(self) -> Machine:
-        """The bandwidths of these tiers, measured now."""
+    def measure(self, meeting: Meeting | None = None) -> Machine:
+        """The bandwidths of these tiers, measured now, at once with the ranks of a meeting."""
+        together = Meeting() if meeting is None else meeting
         if self._accelerator is None:
-            return measure(self.tiers)
-        return self._accelerator.measure(self.tiers)
+            return measure(self.tiers, meeting=together)
+        return self._accelerator.measure(self.tiers, together)
 
     def rest(self) -> None:
         """Give the system all memory that holds nothing at the moment; nothing moves until ``wake``."""
@@ -199,7 +203,9 @@ class Stores:
 
     def _open_flash(self, config: OffloadConfig, device: torch.device) -> Tier:
         """The flash tier over the engine that fits the device; see :mod:`.cuda.gpu_direct`."""
-        capacity = config.capacity_bytes or _default_capacity(config.directories)
+        capacity = config.capacity_bytes or _default_capacity(
+            config.directories, ranks_on_flash(config)
+        )
 
         def open_tier(engine: Engine) -> Tier:
             return FlashTier(
@@ -261,12 +267,41 @@ def _runs_behind(device: torch.device) -> bool:
     return True
 
 
-def _default_capacity(directories: tuple[str, ...]) -> int:
-    """Nine tenths of the free space, in equal parts, because a full system disk harms others."""
+def ranks_on_flash(config: OffloadConfig) -> int:
+    """Return the number of ranks on this machine, with this one, that offload to its file systems."""
+    processes = local_processes()
+    if not config.flash_by_rank or processes == 1:
+        return processes
+    assert isinstance(config.flash, tuple)
+    own = _file_systems(config.directories)
+    others = (
+        _file_systems(own_of(config.flash, local, processes))
+        for local in range(processes)
+        if local != local_rank()
+    )
+    return 1 + sum(not own.isdisjoint(each) for each in others)
+
+
+def _file_systems(paths: Iterable[str | os.PathLike[str]]) -> set[int]:
+    """Return the devices of directories, without those that are missing."""
+    found = set()
+    for path in paths:
+        with suppress(OSError):
+            found.add(os.stat(path).st_dev)
+    return found
+
+
+def _default_capacity(directories: tuple[str, ...], ranks: int) -> int:
+    """Nine tenths of the free space, in equal parts, because a full system disk harms others.
+
+    Args:
+        directories: Those of the tier.
+        ranks: Number of processes that divide the space.
+    """
     free = min(free_space_bytes(path) for path in directories)
     if free < 0:  # a missing directory: the tier says so better
         return GIB
-    capacity = round_down(free * 9 // 10, MIB) * len(directories)
+    capacity = round_down(free * 9 // 10 // ranks, MIB) * len(directories)
     if capacity == 0:
         raise ConfigError(
             f"flash: {', '.join(directories)}: only {format_bytes(free)} are free; free some space,"

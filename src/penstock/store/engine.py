@@ -22,6 +22,7 @@ from typing import NamedTuple
 from penstock.core import knobs
 from penstock.core.locks import Lock
 from penstock.core.process import call_in_child
+from penstock.core.ranks import local_processes
 from penstock.io.aio import default_engine
 from penstock.io.engine import Engine
 
@@ -42,6 +43,7 @@ class _Shared:
         self.settings: _Settings | None = None
         self.engine: Engine | None = None
         self.replacement: Engine | None = None
+        self.ranks: int | None = None
 
 
 _shared = _Shared()
@@ -52,19 +54,32 @@ def shared_engine() -> Engine:
 
     Never close it: its clients wait for their own transfers, and the kernel takes 30 ms to release an
     engine. A forked child gets another one. If the knobs have changed since it was made, so do those who
-    ask from now on; the earlier one ends when the last client drops it.
+    ask from now on; the earlier one ends when the last client drops it. Ranks that share the flash divide
+    the depth between them.
 
     Raises:
         ConfigError: The engine that ``PENSTOCK_IO_ENGINE`` names is not available.
     """
     shared = _shared
-    settings = _Settings(knobs.io_engine(), knobs.io_threads(), knobs.io_piece_bytes())
     with shared.lock:
+        threads = knobs.io_threads(shared.ranks or local_processes())
+        settings = _Settings(knobs.io_engine(), threads, knobs.io_piece_bytes())
         if shared.replacement is not None:
             return shared.replacement
         if shared.engine is None or shared.settings != settings:
-            shared.engine, shared.settings = default_engine(), settings
+            shared.engine, shared.settings = default_engine(threads), settings
         return shared.engine
+
+
+def share_flash(ranks: int | None) -> None:
+    """Divide the depth of engines that are made from now on by the ranks that share the flash.
+
+    Args:
+        ranks: Number of processes on this machine that use the same file systems, this one included;
+            None: all that a launcher has started on it, as if nothing had been said.
+    """
+    with _shared.lock:
+        _shared.ranks = ranks
 
 
 def replace_shared_engine(engine: Engine | None) -> Engine | None:

@@ -32,7 +32,7 @@ from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.cuda.timing import DeviceTimer
 from penstock.runtime.movers import Mover, Transport
-from penstock.runtime.probe import host_memory, measure
+from penstock.runtime.probe import Meeting, host_memory, measure
 from penstock.runtime.sampling import CodecSampler
 from penstock.store.account import Account
 from penstock.store.arena import Arena
@@ -136,12 +136,12 @@ class Accelerator:
             raise
         return self._mover, None if tier is None else tier.arena
 
-    def measure(self, tiers: dict[str, Tier]) -> Machine:
+    def measure(self, tiers: dict[str, Tier], meeting: Meeting) -> Machine:
         """The bandwidths of these tiers, and of the link as those of the host tier; measured now."""
         mover = self.mover
         flash = {name: tier for name, tier in tiers.items() if name != "host"}
         lend = mover.lend if isinstance(mover, DirectMover) else host_memory
-        machine = measure(flash, lend=lend)
+        machine = measure(flash, lend=lend, meeting=meeting)
         out, back = mover.measure()
         if not out:
             return machine
