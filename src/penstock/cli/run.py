@@ -60,8 +60,8 @@ examples:
   penstock run --config offload.toml --trace trace.json.gz -m package.train --epochs 3
 
 Options of Penstock come before the script; everything after its name is passed to it. Sizes have a
-unit: GB is 10^9 bytes, GiB is 2^30. 64GiB/node is divided by the processes that a launcher has started
-on the machine."""
+unit: GB is 10^9 bytes, GiB is 2^30. 64GiB/node is divided by the processes that a launcher has
+started on the machine."""
 _OPTIONS: Final = (
     (
         "--memory",
