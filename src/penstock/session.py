@@ -366,9 +366,7 @@ class Session:
 
             self._relocation = Relocation(self._device, files, config.floor_bytes)
             rest = self._relocation.rest
-        self._weights = WeightStreamer(
-            rest, account=account, clock_ns=self.recorder.clock.now_ns, memory=memory
-        )
+        self._weights = WeightStreamer(rest, account=account, memory=memory)
 
     def _mover_of_weights(self) -> CudaMover:
         """Return what brings weights to a device. Raises ConfigError for what is not supported there."""

@@ -1,7 +1,6 @@
 """Whatever is done with weights, and in whichever order: bytes, the limit, and nothing left behind."""
 
 import gc
-import time
 import warnings
 
 import numpy as np
@@ -46,7 +45,7 @@ class Streaming(RuleBasedStateMachine):
         def rest(model, check):
             return rest_weights(model, check, files=files, floor_bytes=1)
 
-        self.streamer = WeightStreamer(rest, account=self.account, clock_ns=time.monotonic_ns)
+        self.streamer = WeightStreamer(rest, account=self.account)
         self.streamer.add(self.model)
         self.homes = [home_of(layer.weight) for layer in self.model.layers]
         self.entered = []

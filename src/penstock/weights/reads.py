@@ -6,7 +6,6 @@ later than what would be read (:mod:`.eviction`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -27,26 +26,18 @@ class WeightReads:
     """Brings weights to memory, and lets them be used there. Thread-safe.
 
     Attributes:
-        waited_ns: Time that the threads have waited for reads and for room.
-        demands: Reads that began only when the weight was needed.
         forced: Times that the limit was exceeded.
     """
 
-    def __init__(
-        self, table: WeightTable, eviction: WeightEviction, clock_ns: Callable[[], int]
-    ) -> None:
+    def __init__(self, table: WeightTable, eviction: WeightEviction) -> None:
         """Bring the weights of a table.
 
         Args:
             table: The weights.
             eviction: Frees their memory.
-            clock_ns: Returns the time.
         """
         self._table = table
         self._eviction = eviction
-        self._clock_ns = clock_ns
-        self.waited_ns = 0
-        self.demands = 0
         self.forced = 0
 
     def acquire(self, stay: Stay) -> None:
@@ -108,10 +99,8 @@ class WeightReads:
             return
         if not coming.done:
             coming.promote(Priority.DEMAND)
-            begun = self._clock_ns()
             with suppress(Exception):  # looked at below
                 coming.wait()
-            self.waited_ns += self._clock_ns() - begun
         with self._table.wake:
             error = self._table.arrived(stay) if stay.coming is coming else None
         if error is not None:
@@ -130,8 +119,6 @@ class WeightReads:
         block, coming = begun
         stay.block, stay.coming = block, coming
         self._table.coming_bytes += home.nbytes
-        if priority is Priority.DEMAND:
-            self.demands += 1
         coming.add_done_callback(lambda _: defer(self._eviction.moved))
         return True
 
@@ -142,9 +129,7 @@ class WeightReads:
         ) or self._eviction.take_unneeded_read(stay):
             return True
         if any(each.writing is not None or each.coming is not None for each in self._table.stays):
-            begun = self._clock_ns()
             self._table.wake.wait()
-            self.waited_ns += self._clock_ns() - begun
             return True
         return False
 

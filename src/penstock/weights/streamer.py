@@ -55,7 +55,6 @@ class WeightStreamer:
         rest: RestModel,
         *,
         account: Account,
-        clock_ns: Callable[[], int],
         memory: BroughtMemory | None = None,
     ) -> None:
         """Take charge of nothing yet; see ``add``.
@@ -63,14 +62,13 @@ class WeightStreamer:
         Args:
             rest: Lets the weights of a model rest.
             account: Account of the weights in memory, whose limit the streamer keeps.
-            clock_ns: Returns the time.
             memory: Where weights are brought to, charged to ``account``; None: host memory.
         """
         self._rest = rest
         self.account = account
         self._table = table = WeightTable(account, memory or HostMemory(account))
         self._eviction = WeightEviction(table)
-        self._reads = WeightReads(table, self._eviction, clock_ns)
+        self._reads = WeightReads(table, self._eviction)
         self._uses = ModuleUses(table)
         self._keeper = WeightKeeper(table, self._eviction, self._reads, self._uses)
         self._own: WeakKeyDictionary[Module, tuple[int, ...]] = WeakKeyDictionary()  # by identity
