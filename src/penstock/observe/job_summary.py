@@ -94,7 +94,7 @@ class JobSummary:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks without a report: they have no session, have died, or were too late."""
+        """Ranks that gave no report (they have no session, have ended, or were too late)."""
         known = {line.rank for line in self.ranks}
         return tuple(number for number in range(self.world_size) if number not in known)
 
