@@ -33,9 +33,9 @@ from penstock.store.base import Tier
 from penstock.store.frames import FrameJob, FrameScratch, FrameWorker
 from penstock.store.pool import Block
 from penstock.testing.access_order import AccessOrder, Span
+from penstock.weights.access import WeightKeeper
 from penstock.weights.device import DeviceMemory
 from penstock.weights.eviction import WeightEviction
-from penstock.weights.keeper import WeightKeeper
 from penstock.weights.stays import Stay, WeightTable
 
 try:

@@ -23,10 +23,10 @@ from penstock.core.units import format_bytes
 from penstock.homed import paused_holders
 from penstock.io.engine import Priority
 from penstock.store.account import Account
+from penstock.weights.access import WeightKeeper
 from penstock.weights.brought import BroughtMemory, HostMemory
 from penstock.weights.eviction import WeightEviction
 from penstock.weights.homes import Home, show, view_like
-from penstock.weights.keeper import WeightKeeper
 from penstock.weights.module_uses import ModuleUses
 from penstock.weights.reads import WeightReads
 from penstock.weights.references import WeightReference
