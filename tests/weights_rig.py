@@ -205,6 +205,28 @@ def assert_same(found, expected, where=""):
         assert found == expected, where
 
 
+class Traffic:
+    """Bytes of weights that are read and written, from a moment on."""
+
+    def __init__(self, streamer):
+        self.weights = streamer.total_bytes
+        self.read = self.written = 0
+        tier = next(iter(streamer._table.stays)).home.tier
+        self._read, self._write = tier.read, tier.write
+        tier.read, tier.write = self._count_read, self._count_write
+
+    def _count_read(self, ticket, *args, **kwargs):
+        self.read += ticket.nbytes
+        return self._read(ticket, *args, **kwargs)
+
+    def _count_write(self, address, nbytes, **kwargs):
+        self.written += nbytes
+        return self._write(address, nbytes, **kwargs)
+
+    def reset(self):
+        self.read = self.written = 0
+
+
 def homes_of(session):
     """Homes of the weights of a session, by name."""
     return {stay.home.name: stay.home for stay in session._weights._table.stays}

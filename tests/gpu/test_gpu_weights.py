@@ -7,9 +7,21 @@ import io
 
 import pytest
 import torch
+from gpu_weights_rig import (
+    DEPTH,
+    DEVICE,
+    LIMIT,
+    WEIGHT_BYTES,
+    WIDTH,
+    Blocks,
+    TiedWords,
+    bits,
+    inputs,
+    on_device_flash,
+    rested_bytes,
+)
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.core.errors import ConfigError, InPlaceError, SuspendError, TransferError
@@ -18,11 +30,6 @@ from weights_rig import ScriptedEngine, assert_same, shared_engine_replaced
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
-WIDTH = 128
-WEIGHT_BYTES = 4 * WIDTH * WIDTH
-DEPTH = 6
-LIMIT = 3 * WEIGHT_BYTES
 WORDS = 512
 
 
@@ -39,31 +46,17 @@ class Adapted(nn.Module):
         return F.gelu(self.inner(x) + self.up(self.down(x)))
 
 
-class LowRank(nn.Module):
+class LowRank(Blocks):
     def __init__(self, *, checkpointed=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(Adapted() for _ in range(DEPTH))
-        self.checkpointed = checkpointed
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x
+        super().__init__(Adapted, checkpointed=checkpointed)
 
 
-class Tied(nn.Module):
-    """An embedding whose weight is the head's too; a norm of whose output learns."""
+class Tied(TiedWords):
+    """A norm of whose output learns; the words are frozen."""
 
     def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.body = nn.Sequential(Adapted(), nn.LayerNorm(WIDTH), Adapted())
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embedding.weight.requires_grad_(False)
-
-    def forward(self, x):
-        words = (x.abs() * 1000).long() % WORDS
-        return self.head(self.body(self.embedding(words[:, :8])))
+        super().__init__(WORDS, nn.Sequential(Adapted(), nn.LayerNorm(WIDTH), Adapted()))
+        self.embedding.requires_grad_(False)
 
 
 class Borrowing(LowRank):
@@ -78,15 +71,6 @@ class Borrowing(LowRank):
 def built(make):
     torch.manual_seed(0)
     return make().to(DEVICE)
-
-
-def bits(tensor):
-    return tensor.detach().cpu().clone()
-
-
-def inputs(steps=3):
-    random = torch.Generator().manual_seed(1)
-    return [torch.randn((16, WIDTH), generator=random).to(DEVICE) for _ in range(steps)]
 
 
 def trained(model, *, autocast=False, evaluated=False):
@@ -117,17 +101,6 @@ def inferred(model):
         return [bits(model(x)) for x in inputs()]
 
 
-def on_flash(model, directory, *, limit=LIMIT, **options):
-    options = {"device_memory": "64MiB", "host_memory": "64MiB", "floor": 16384, **options}
-    return penstock.offload(
-        model, weights="flash", weights_memory=limit, flash=str(directory), **options
-    )
-
-
-def rested_bytes(model):
-    return sum(each.nbytes for each in model.parameters() if home_of(each) is not None)
-
-
 CASES = {
     "adapters": (LowRank, trained, LIMIT),
     "adapters and evaluation": (LowRank, lambda model: trained(model, evaluated=True), LIMIT),
@@ -148,7 +121,7 @@ def test_bits_are_those_of_plain_training_within_the_limit(case, tmp_path):
         if run is inferred:
             model.requires_grad_(False)
         before = [bits(each) for each in model.parameters() if not each.requires_grad]
-        with on_flash(model, tmp_path, limit=limit) as session:
+        with on_device_flash(model, tmp_path, limit=limit) as session:
             written = engine.written_bytes
             found = run(model)
             weights = session._weights
@@ -169,7 +142,7 @@ def test_bits_are_those_of_plain_training_within_the_limit(case, tmp_path):
 def test_each_frozen_weight_is_read_twice_a_step_and_never_written(tmp_path):
     with shared_engine_replaced(ScriptedEngine()) as engine:
         model = built(LowRank)
-        with on_flash(model, tmp_path) as session:
+        with on_device_flash(model, tmp_path) as session:
             written = engine.written_bytes
             for x in inputs(4):
                 session._weights.end_step()
@@ -184,7 +157,7 @@ def test_a_weight_at_rest_takes_no_device_memory(tmp_path):
     model = built(LowRank)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    with on_flash(model, tmp_path) as session:
+    with on_device_flash(model, tmp_path) as session:
         freed = before - torch.cuda.memory_allocated()
         assert freed >= DEPTH * (WEIGHT_BYTES - 512)
         assert session._weights.present_bytes == 0
@@ -193,7 +166,7 @@ def test_a_weight_at_rest_takes_no_device_memory(tmp_path):
 def test_who_reads_past_the_class_gets_nan(tmp_path):
     model = built(LowRank)
     weight = model.blocks[0].inner.weight
-    with on_flash(model, tmp_path), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with on_device_flash(model, tmp_path), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         assert weight.sum().isnan()
 
 
@@ -284,14 +257,14 @@ def test_who_touches_weights_at_rest_gets_what_plain_ones_give(touch, tmp_path):
     plain = built(LowRank)
     expected = [TOUCHES[touch](plain), _state_dict(plain)]
     model = built(LowRank)
-    with on_flash(model, tmp_path):
+    with on_device_flash(model, tmp_path):
         found = [TOUCHES[touch](model)]
     assert_same([*found, _state_dict(model)], expected)
 
 
 def test_a_move_to_the_same_device_keeps_the_home(tmp_path):
     model = built(LowRank)
-    with on_flash(model, tmp_path) as session:
+    with on_device_flash(model, tmp_path) as session:
         model.to(DEVICE)
         assert rested_bytes(model) == DEPTH * WEIGHT_BYTES
         assert "changed" not in session._weights.note()
@@ -299,7 +272,7 @@ def test_a_move_to_the_same_device_keeps_the_home(tmp_path):
 
 def test_reading_a_state_dict_keeps_no_weight_in_memory(tmp_path):
     model = built(LowRank)
-    with on_flash(model, tmp_path) as session:
+    with on_device_flash(model, tmp_path) as session:
         _state_dict(model)
         model(inputs(1)[0])
         gc.collect()
@@ -309,7 +282,7 @@ def test_reading_a_state_dict_keeps_no_weight_in_memory(tmp_path):
 
 def test_a_weight_that_was_changed_before_backward_is_an_error(tmp_path):
     model = built(LowRank)
-    with on_flash(model, tmp_path):
+    with on_device_flash(model, tmp_path):
         loss = model(inputs(1)[0]).square().mean()
         with torch.no_grad():
             model.blocks[-1].inner.weight.mul_(2)
@@ -326,7 +299,7 @@ def test_backward_after_the_session_is_that_of_plain_training(tmp_path):
     plain = built(LowRank)
     expected = gradients(plain, plain(inputs(1)[0]).square().mean())
     model = built(LowRank)
-    with on_flash(model, tmp_path, policy="keep"):
+    with on_device_flash(model, tmp_path, policy="keep"):
         loss = model(inputs(1)[0]).square().mean()
     assert_same(gradients(model, loss), expected)
 
@@ -347,7 +320,7 @@ def test_streams_that_use_a_weight_wait_for_it(tmp_path):
 
     expected = run(built(LowRank))
     model = built(LowRank)
-    with on_flash(model, tmp_path):
+    with on_device_flash(model, tmp_path):
         found = run(model)
     assert_same(found, expected)
 
@@ -365,7 +338,7 @@ def failed_read(request):
 def test_a_read_that_fails_is_an_error_and_the_next_one_is_right(tmp_path):
     with shared_engine_replaced(ScriptedEngine()) as engine:
         model = built(LowRank)
-        with on_flash(model, tmp_path):
+        with on_device_flash(model, tmp_path):
             faults = [failed_read]
             engine.fault = lambda request: faults.pop()(request) if faults else None
             with pytest.raises(TransferError, match="Input/output error"):
@@ -377,11 +350,14 @@ def test_a_read_that_fails_is_an_error_and_the_next_one_is_right(tmp_path):
 def test_what_is_not_supported_is_refused_and_nothing_is_moved(tmp_path):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(DEVICE)
     with pytest.raises(ConfigError, match="needs weights_memory"):
-        on_flash(model, tmp_path, limit=None, memory="1GiB", host_memory=None).open()
+        on_device_flash(model, tmp_path, limit=None, memory="1GiB", host_memory=None).open()
     model[1].to("cpu")
-    with pytest.raises(ConfigError, match="is on cpu"), on_flash(model, tmp_path):
+    with pytest.raises(ConfigError, match="is on cpu"), on_device_flash(model, tmp_path):
         pass
     assert all(home_of(each) is None for each in model.parameters())
     model.to(DEVICE)
-    with on_flash(model, tmp_path) as session, pytest.raises(SuspendError, match="on a device"):
+    with (
+        on_device_flash(model, tmp_path) as session,
+        pytest.raises(SuspendError, match="on a device"),
+    ):
         penstock.suspend(session)

@@ -5,6 +5,18 @@ import gc
 
 import pytest
 import torch
+from gpu_weights_rig import (
+    DEPTH,
+    DEVICE,
+    FLOOR,
+    LIMIT,
+    WEIGHT_BYTES,
+    WIDTH,
+    bits,
+    inputs,
+    on_device_flash,
+    state_of,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,13 +28,6 @@ from penstock.optim import FlashAdamW
 from weights_rig import ScriptedEngine, assert_same, shared_engine_replaced
 
 pytestmark = pytest.mark.gpu
-
-DEVICE = "cuda"
-WIDTH = 128
-WEIGHT_BYTES = 4 * WIDTH * WIDTH
-DEPTH = 6
-LIMIT = 3 * WEIGHT_BYTES
-FLOOR = 16384
 
 
 class Deep(nn.Module):
@@ -47,20 +52,6 @@ def built(on_flash=None):
         return Deep()
 
 
-def bits(tensor):
-    return tensor.detach().cpu().clone()
-
-
-def state_of(model):
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: bits(each) for name, each in named}
-
-
-def inputs(steps=3):
-    random = torch.Generator().manual_seed(1)
-    return [torch.randn((16, WIDTH), generator=random).to(DEVICE) for _ in range(steps)]
-
-
 def trained(model, optimizer):
     seen = []
     for x in inputs():
@@ -82,17 +73,7 @@ def momentum(model, directory):
 
 
 def relocated(model, directory, **options):
-    return penstock.offload(
-        model,
-        weights="flash",
-        device=DEVICE,
-        weights_memory=LIMIT,
-        device_memory="64MiB",
-        host_memory="64MiB",
-        floor=FLOOR,
-        flash=str(directory),
-        **options,
-    )
+    return on_device_flash(model, directory, device=DEVICE, **options)
 
 
 def run(model, make, directory):

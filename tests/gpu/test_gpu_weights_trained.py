@@ -5,93 +5,51 @@ import gc
 
 import pytest
 import torch
+from gpu_weights_rig import (
+    DEPTH,
+    DEVICE,
+    LIMIT,
+    WEIGHT_BYTES,
+    WIDTH,
+    Blocks,
+    TiedWords,
+    bits,
+    inputs,
+    on_device_flash,
+    rested_bytes,
+    state_of,
+)
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-import penstock
 from penstock.core.errors import PenstockWarning, TransferError
 from penstock.core.units import MIB
 from penstock.homed import home_of
 from penstock.optim import FlashAdamW, FlashSGD, on_flash
-from weights_rig import ScriptedEngine, assert_same, shared_engine_replaced
+from weights_rig import ScriptedEngine, Traffic, assert_same, shared_engine_replaced
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
-WIDTH = 128
-WEIGHT_BYTES = 4 * WIDTH * WIDTH
-DEPTH = 6
-LIMIT = 3 * WEIGHT_BYTES
 WORDS = 256
 
 
-class Traffic:
-    """Bytes of weights that are read and written, from a moment on."""
-
-    def __init__(self, streamer):
-        self.read = self.written = 0
-        tier = streamer._table.stays[0].home.tier
-        self._read, self._write = tier.read, tier.write
-        tier.read, tier.write = self._count_read, self._count_write
-
-    def _count_read(self, ticket, *args, **kwargs):
-        self.read += ticket.nbytes
-        return self._read(ticket, *args, **kwargs)
-
-    def _count_write(self, address, nbytes, **kwargs):
-        self.written += nbytes
-        return self._write(address, nbytes, **kwargs)
-
-
-class Deep(nn.Module):
+class Deep(Blocks):
     """Linear layers of 64 KiB each, with biases, which stay in device memory."""
 
     def __init__(self, *, checkpointed=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(DEPTH)
+        super().__init__(
+            lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), checkpointed=checkpointed
         )
-        self.checkpointed = checkpointed
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x
 
 
-class Tied(nn.Module):
-    """An embedding whose weight is the head's, too."""
-
+class Tied(TiedWords):
     def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.body = Deep()
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x):
-        words = (x.abs() * 1000).long() % WORDS
-        return self.head(self.body(self.embedding(words[:, :8])))
+        super().__init__(WORDS, Deep())
 
 
 def built(make=Deep, dtype=torch.float32):
     torch.manual_seed(0)
     return make().to(DEVICE, dtype)
-
-
-def bits(tensor):
-    return tensor.detach().cpu().clone()
-
-
-def state_of(model):
-    return {name: bits(each) for name, each in model.named_parameters()}
-
-
-def inputs(steps=3, first=0):
-    random = torch.Generator().manual_seed(1)
-    made = [torch.randn((16, WIDTH), generator=random) for _ in range(first + steps)]
-    return [each.to(DEVICE) for each in made[first:]]
 
 
 def trained(model, optimizer, *, steps=3, first=0, micro=1, autocast=False, evaluated=False):
@@ -114,17 +72,6 @@ def trained(model, optimizer, *, steps=3, first=0, micro=1, autocast=False, eval
     return seen
 
 
-def on_device_flash(model, directory, *, limit=LIMIT, **options):
-    options = {"device_memory": "64MiB", "host_memory": "64MiB", "floor": 16384, **options}
-    return penstock.offload(
-        model, weights="flash", weights_memory=limit, flash=str(directory), **options
-    )
-
-
-def rested_bytes(model):
-    return sum(each.nbytes for each in model.parameters() if home_of(each) is not None)
-
-
 def assert_kept_to(weights, limit):
     assert weights.account.peak_bytes <= limit
     assert weights.forced == 0
@@ -139,6 +86,17 @@ def assert_back_within_the_limit(model, weights):
     model(inputs(1)[0])
     gc.collect()
     assert weights.account.used_bytes <= LIMIT
+
+
+def assert_bits_of_plain(run, directory):
+    """Let ``run(model)`` train a plain model, and one whose weights rest on flash."""
+    plain = built()
+    expected = [run(plain), state_of(plain)]
+    model = built()
+    with on_device_flash(model, directory) as session:
+        found = run(model)
+        assert_kept_to(session._weights, LIMIT)
+    assert_same([found, state_of(model)], expected)
 
 
 SMALL = {"lr": 1e-2, "tile": 6144}
@@ -286,13 +244,7 @@ def test_an_optimizer_put_on_flash_in_the_session(tmp_path):
         optimizer.close()
         return seen
 
-    plain = built()
-    expected = [run(plain), state_of(plain)]
-    model = built()
-    with on_device_flash(model, tmp_path) as session:
-        found = run(model)
-        assert_kept_to(session._weights, LIMIT)
-    assert_same([found, state_of(model)], expected)
+    assert_bits_of_plain(run, tmp_path)
 
 
 def test_durable_steps_are_resumed_in_a_session(tmp_path):
@@ -396,13 +348,7 @@ def test_an_optimizer_of_torch_on_a_stream_of_its_own(tmp_path):
             optimizer.zero_grad()
         return seen
 
-    plain = built()
-    expected = [run(plain), state_of(plain)]
-    model = built()
-    with on_device_flash(model, tmp_path) as session:
-        found = run(model)
-        assert_kept_to(session._weights, LIMIT)
-    assert_same([found, state_of(model)], expected)
+    assert_bits_of_plain(run, tmp_path)
 
 
 def test_weights_longer_than_pinned_memory(tmp_path, monkeypatch):

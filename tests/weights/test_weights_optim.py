@@ -10,7 +10,7 @@ from penstock import ChecksumError, ClosedError
 from penstock.core.units import KIB
 from penstock.homed import home_of
 from penstock.optim import FlashAdamW, FlashSGD, on_flash
-from weights_rig import send_home
+from weights_rig import Traffic, send_home
 
 STEPS = 4
 VOCABULARY, WIDTH = 512, 64
@@ -58,28 +58,6 @@ def train(model, optimizer, *, steps=STEPS, first=0, micro=1, after_step=lambda:
         optimizer.zero_grad()
         after_step()
     return losses
-
-
-class Traffic:
-    """Bytes of weights that are read and written, from a moment on."""
-
-    def __init__(self, streamer):
-        self.weights = streamer.total_bytes
-        self.read = self.written = 0
-        tier = next(iter(streamer._table.stays)).home.tier
-        self._read, self._write = tier.read, tier.write
-        tier.read, tier.write = self._count_read, self._count_write
-
-    def _count_read(self, ticket, *args, **kwargs):
-        self.read += ticket.nbytes
-        return self._read(ticket, *args, **kwargs)
-
-    def _count_write(self, address, nbytes, **kwargs):
-        self.written += nbytes
-        return self._write(address, nbytes, **kwargs)
-
-    def reset(self):
-        self.read = self.written = 0
 
 
 @pytest.fixture
