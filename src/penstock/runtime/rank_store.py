@@ -109,7 +109,7 @@ class RankStore:
     def collect(self, name: str, patience_s: float) -> dict[int, str]:
         """Return what ranks have published under a name, by rank.
 
-        Waits for ranks that have a session, up to ``patience_s`` seconds.
+        Waits for other ranks that have a session, up to ``patience_s`` seconds.
         """
         deadline = time.monotonic() + patience_s
         return self._call(lambda: self._collect(name, deadline), patience_s + _SHORT_S, default={})
@@ -140,7 +140,8 @@ class RankStore:
             for number in self._having(name, missing):
                 found[number] = self._store.get(self._key(name, number)).decode()
                 missing.discard(number)
-            if time.monotonic() >= deadline or not self._having("opened", missing):
+            others = missing - {self.rank}
+            if time.monotonic() >= deadline or not self._having("opened", others):
                 return found
             time.sleep(_LOOK_AGAIN_S)
 
