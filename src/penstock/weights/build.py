@@ -98,11 +98,13 @@ class ModelBuilder:
         self._homes: list[weakref.ref[Home]] = []
         self._freed_bytes = 0
         self._part: list[tuple[weakref.ref[Parameter], str]] = []
+        self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
 
     # -- parameters that come ---------------------------------------------------------------------
 
     def registered(self, module: Module, name: str, parameter: Parameter) -> None:
         """Handle a parameter that a module gets."""
+        self._modules.add(module)
         if home_of(parameter) is None:
             self.add(parameter, f"{type(module).__name__}.{name}")
 
@@ -273,11 +275,19 @@ class ModelBuilder:
             NoSpaceError: There is no room for the last ones.
             TransferError: One could not be written.
         """
+        self._add_unregistered()
         self._settle(0)
         self._writer.finish()
         self._files.trim()
         trim_heap()
         self._warn()
+
+    def _add_unregistered(self) -> None:
+        """Handle parameters that torch has exchanged without a call of its hook, as by ``to_empty``."""
+        for module in list(self._modules):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.registered(module, name, parameter)
 
     def _warn(self) -> None:
         left = [(young.parameter, young.name) for young in self._young.values()] + self._part
