@@ -100,3 +100,26 @@ def test_no_more_weights_leave_the_heap_than_others_need(disk_path, monkeypatch,
             model(torch.ones(1, WIDTH))
         assert before - weights.used_bytes <= 4 * each
         block.free()
+
+
+@pytest.mark.parametrize("into", ["arena", "heap"])
+def test_others_give_way_to_a_weight_that_is_needed(disk_path, monkeypatch, into):
+    """Saved tensors, for example, that were there first: the limit is kept."""
+    monkeypatch.setenv("PENSTOCK_RESTORE_INTO", into)
+    model, memory = chain(), host_account()
+    with (
+        penstock.offload(
+            model, memory="24MiB", weights="flash", flash=str(disk_path), policy="all"
+        ) as session,
+        torch.no_grad(),
+    ):
+        memory.reset_peak()
+        saved = memory.child("others")
+        held = memory.free_bytes
+        assert saved.try_take(held, "others")
+        saved.yield_by(lambda nbytes: saved.free(min(nbytes, saved.used_bytes), "others"))
+        model(torch.ones(1, WIDTH))
+        assert 0 < saved.used_bytes < held
+        assert session._weights.forced == 0
+        assert memory.peak_bytes <= 24 * MIB
+        saved.close()

@@ -64,8 +64,8 @@ class BroughtMemory(ABC):
         """Bytes of weights that should leave because the limit was exceeded."""
         return 0
 
-    def wait_for_room(self) -> bool:
-        """Wait for some memory that is about to be free; False if there is none. Without the lock."""
+    def wait_for_room(self, nbytes: int) -> bool:
+        """Wait until others have freed memory; False if they have not. Without locks."""
         return False
 
     def wait(self) -> None:
@@ -82,6 +82,7 @@ class HostMemory(BroughtMemory):
 
     def __init__(self, account: Account) -> None:
         """Take nothing yet."""
+        self._account = account
         self._pool = memory_for(account, WEIGHTS)
 
     def begin(self, home: Home, priority: Priority, *, force: bool) -> tuple[Any, Transfer] | None:
@@ -120,6 +121,11 @@ class HostMemory(BroughtMemory):
     def trim(self, nbytes: int) -> int:
         """Free idle memory of the pool."""
         return self._pool.trim(nbytes)
+
+    def wait_for_room(self, nbytes: int) -> bool:
+        """Have others that yield free memory of the process."""
+        charged, account = self._pool.charge_bytes(nbytes), self._account
+        return account.missing_elsewhere(charged) > 0 and account.make_room(charged)
 
     def use(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: the read is over."""

@@ -154,7 +154,7 @@ class DeviceMemory(BroughtMemory):
         """Bytes beyond the account's limit, as when somebody has held many weights."""
         return max(0, -self._account.free_bytes)
 
-    def wait_for_room(self) -> bool:
+    def wait_for_room(self, nbytes: int) -> bool:
         """Wait for a copy whose target was given up."""
         return self._mover.trim(0) > 0
 

@@ -85,7 +85,7 @@ class WeightReads:
                 has_room = is_begun or self._make_room(stay)
                 if not is_begun and has_room:
                     continue
-            if not has_room and not self._table.memory.wait_for_room():
+            if not has_room and not self._table.memory.wait_for_room(stay.home.nbytes):
                 with self._table.wake:
                     if stay.storage is None and stay.coming is None:
                         self.forced += 1
