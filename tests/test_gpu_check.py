@@ -51,6 +51,13 @@ def go(name):
             note(hangs=os.getpid())
             open(plan_file + ".hangs", "w").close()
             time.sleep(600)
+        elif act == "meet":
+            open(plan_file + ".meets-" + name, "w").close()
+            patience = time.monotonic() + 60
+            while len([each for each in os.listdir(os.path.dirname(plan_file)) if ".meets-" in each]) < 2:
+                if time.monotonic() > patience:
+                    sys.exit(3)
+                time.sleep(0.02)
         elif act == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         elif act == "say":
@@ -92,7 +99,8 @@ MACHINE = {
 def pretend(tmp_path, monkeypatch):
     """``pretend(name=[acts], ...)``: children do that in place of facts, files of tests and figures.
 
-    Acts are records to note, ``"say"``, ``"hang"``, ``"die"``, or an exit code.
+    Acts are records to note, ``"say"``, ``"hang"``, ``"die"``, ``"meet"`` (waits for another child that
+    does), or an exit code.
     """
     plan, python = tmp_path / "plan.json", tmp_path / "python"
     python.write_text(PRETENDER.replace("{python}", PYTHON).replace("{plan!r}", repr(str(plan))))
@@ -258,6 +266,15 @@ def test_a_part_that_hangs_dies_or_fails_takes_no_other_with_it(pretend, check, 
     text = json.dumps(found)
     assert "/opt" not in text
     assert "somebody" not in text
+
+
+def test_files_of_tests_run_at_once(pretend, check):
+    pretend(
+        **{"test_gpu_link.py": ["meet", passed("a")], "test_gpu_state.py": ["meet", passed("b")]}
+    )
+    code, _, found = check("--parts", "tests", "--jobs", "30")
+    assert code == 0
+    assert sorted(each["test"] for each in found["tests"]) == ["a", "b"]
 
 
 def test_what_there_is_no_time_for_is_left_out_and_said_to_be(pretend, check, monkeypatch):

@@ -1,7 +1,7 @@
 """The command ``python -m penstock.testing.gpu``, which checks a machine with a GPU in ten minutes.
 
 1. The contract: the assumptions of Penstock and its tests about CUDA; see :mod:`.contract`.
-2. The tests that need a device, if this runs from a checkout.
+2. The tests that need a device, several files at once, if this runs from a checkout.
 3. The order of accesses in some of these tests, as information only; see :mod:`.observer`.
 4. Figures: the link, steps compared with plain torch, GPU-direct, the flash optimizer, checkpoints.
 
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,8 +42,9 @@ _ORDER_S: Final = 75.0
 _ORDER_FILES: Final = ("tests/gpu/test_gpu_state.py", "tests/gpu/test_gpu_training.py")
 _START_S: Final = 5.0
 """Minimum remaining time to begin a part."""
-_LAST: Final = "training"
-"""Part of the name of the slowest test file."""
+_NO_TIME: Final = "left out: no time was left"
+_FIRST: Final = "training"
+"""Part of the names of the slowest test files."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,31 +174,48 @@ class CheckRun:
             return
         reserved_s = _FIGURES_SHARE * self._options.limit if "figures" in self._options.parts else 0
         reserved_s += _ORDER_S if "order" in self._options.parts else 0
-        for file in test_files(root):
-            left_s = self._left() - reserved_s
-            ended = self._run_tests(root, file, [file, *self._options.pytest], left_s)
-            if ended is None:
-                continue
-            tests = [each["test"] for each in ended.records if "test" in each]
-            over = {each["test"] for each in tests}
-            begun = [each["begun"] for each in ended.records if "begun" in each]
-            tests += [
-                {"test": name, "outcome": "failed", "seconds": None, "said": ended.how}
-                for name in begun
-                if name not in over
-            ]
-            self._document.contents["tests"] += tests
-            self._over(file, ended, well=_passed(ended), said=f", {len(tests)} tests")
+        files = test_files(root)
+        if not self._has_pytest(files):
+            return
+        interrupted = False
+        with ThreadPoolExecutor(self._options.jobs) as pool:
+            runs = {
+                pool.submit(self._run_tests, root, [file, *self._options.pytest], reserved_s): file
+                for file in files
+            }
+            for run in as_completed(runs):
+                ended = run.result()
+                self._note_tests(runs[run], ended)
+                interrupted |= ended is not None and ended.interrupted
+        if interrupted:
+            raise InterruptedRunError
+
+    def _note_tests(self, file: str, ended: processes.ProcessResult | None) -> None:
+        if ended is None:
+            self._document.part(file, _NO_TIME, 0.0)
+            return
+        if ended.interrupted and not ended.records:
+            return
+        tests = [each["test"] for each in ended.records if "test" in each]
+        over = {each["test"] for each in tests}
+        begun = [each["begun"] for each in ended.records if "begun" in each]
+        tests += [
+            {"test": name, "outcome": "failed", "seconds": None, "said": ended.how}
+            for name in begun
+            if name not in over
+        ]
+        self._document.contents["tests"] += tests
+        self._over(file, ended, well=_passed(ended), said=f", {len(tests)} tests")
 
     def _order(self) -> None:
         """Repeat some tests with an observer, which may make them fail; that is ignored."""
         root = checkout()
-        if root is None:
+        if root is None or not self._has_pytest(["order"]):
             return
-        limit_s = min(_ORDER_S, self._left())
         words = ["--observe", *_ORDER_FILES, *self._options.pytest]
-        ended = self._run_tests(root, "order", words, limit_s)
+        ended = self._run_tests(root, words, max(0.0, self._left() - _ORDER_S))
         if ended is None:
+            self._document.part("order", _NO_TIME, 0.0)
             return
         found = [each["order"] for each in ended.records if "order" in each]
         self._document.contents["order"] = found
@@ -205,15 +224,22 @@ class CheckRun:
         said = f", {checked} accesses in {len(found)} tests, {complaints} complaints"
         # it may run out of time
         self._over("order", ended, well=bool(found) or _passed(ended), said=said)
+        if ended.interrupted:
+            raise InterruptedRunError
+
+    def _has_pytest(self, names: Sequence[str]) -> bool:
+        """Return whether pytest is installed; record the parts as left out otherwise."""
+        has = importlib.util.find_spec("pytest") is not None
+        for name in () if has else names:
+            self._document.part(name, "left out: pytest is not installed", 0.0)
+        return has
 
     def _run_tests(
-        self, root: Path, name: str, words: Sequence[str], limit_s: float
+        self, root: Path, words: Sequence[str], reserved_s: float
     ) -> processes.ProcessResult | None:
-        """Run pytest; return None and record the part as left out without time or pytest."""
-        if importlib.util.find_spec("pytest") is None:
-            self._document.part(name, "left out: pytest is not installed", 0.0)
-            return None
-        if not self._has_time(name, limit_s):
+        """Run pytest until ``reserved_s`` before the end; return None without time. Thread-safe."""
+        limit_s = self._left() - reserved_s
+        if limit_s < _START_S:
             return None
         records = self._records()
         return processes.run(
@@ -255,6 +281,8 @@ class CheckRun:
                 found |= each
             document.contents["figures"][name] = found
             self._over(name, ended, well=ended.well)
+            if ended.interrupted:
+                raise InterruptedRunError
 
     # -- private ----------------------------------------------------------------------------------
 
@@ -264,7 +292,7 @@ class CheckRun:
     def _has_time(self, name: str, limit_s: float) -> bool:
         """Return whether there is time to begin a part; record it as left out otherwise."""
         if limit_s < _START_S:
-            self._document.part(name, "left out: no time was left", 0.0)
+            self._document.part(name, _NO_TIME, 0.0)
         return limit_s >= _START_S
 
     def _over(
@@ -274,8 +302,6 @@ class CheckRun:
         how = DONE if well and not ended.interrupted else ended.how
         self._document.part(name, how, ended.seconds, None if how == DONE else ended.said)
         _say(f"{name}: {how}{said}")
-        if ended.interrupted:
-            raise InterruptedRunError
 
     def _records(self) -> Path:
         handle, name = tempfile.mkstemp(dir=self._scratch)
@@ -303,13 +329,13 @@ def checkout() -> Path | None:
 
 
 def test_files(root: Path) -> list[str]:
-    """Return the test files for a device, relative to ``root``; the slowest one comes last."""
+    """Return the test files for a device, relative to ``root``; the slowest ones come first."""
     found = list((root / "tests" / "gpu").glob("test_*.py"))
     if all(importlib.util.find_spec(each) for each in ("hypothesis", "numba")):
         found += [
             root / "tests" / "codec" / f"test_{name}.py" for name in ("codec_device", "narrow")
         ]
-    found.sort(key=lambda file: (_LAST in file.name, file))
+    found.sort(key=lambda file: (_FIRST not in file.name, file))
     return [str(file.relative_to(root)) for file in found if file.exists()]
 
 
@@ -377,6 +403,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run (default: all)"
+    )
+    parser.add_argument(
+        "--jobs",
+        metavar="COUNT",
+        type=int,
+        default=max(1, min(8, len(os.sched_getaffinity(0)) // 2)),
+        help="number of test files that run at once (default: half the cores, up to 8)",
     )
     parser.add_argument(
         "--scale", type=float, default=1.0, help="scale of the sizes of figures (default: 1)"

@@ -1,4 +1,4 @@
-"""Figures of a device: link, steps against plain torch, GPU-direct, flash optimizer, checkpoints.
+"""Figures of a device: link, steps against plain torch, GPU-direct, optimizer, checkpoints, weights.
 
 Each is measured in a separate process, and reports its parts as soon as they are known.
 """
@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
 from penstock import checkpoint
-from penstock.core.units import MIB
+from penstock.core.units import GIB, MIB
+from penstock.lab import zoo
 from penstock.observe import Stage
 from penstock.optim import FlashAdamW
 from penstock.testing.gpu import processes, steps
@@ -200,7 +201,7 @@ def direct(request: FigureRequest) -> None:
         request.tell({"failed": "the gradients are not those of plain torch"})
 
 
-def _trained(rows: int) -> list[torch.Tensor]:
+def _trained(rows: int) -> list[Tensor]:
     """Return gradients of two steps of a network whose saved storages have ``rows`` x 1024 floats."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(8)]
@@ -299,6 +300,106 @@ def _wall(work: Callable[[], object], until_s: float, *, most: int = 6) -> list[
     return found
 
 
+# -- weights on flash -----------------------------------------------------------------------------
+
+
+def weights(request: FigureRequest) -> None:
+    """Measure a model on the host that is worked with on the device in a third of its weights' memory.
+
+    Both steps, inference and training, are compared with those of the whole model on the device.
+    """
+    overrides = {} if request.small else {"width": 1024, "depth": 24, "heads": 16}
+
+    def build() -> zoo.Network:
+        torch.manual_seed(0)
+        size: Any = "tiny" if request.small else "full"
+        return zoo.build("gpt2", size=size, dropout=0.0, attention_dropout=0.0, **overrides)
+
+    def infer(model: zoo.Network) -> Tensor:
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            loss: Tensor = model(*batch)
+        return loss
+
+    def train(model: zoo.Network, optimizer: torch.optim.Optimizer) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss: Tensor = model(*batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    plain = build().to("cuda")
+    batch = zoo.example_batch(plain, 2 if request.small else 8, device="cuda")
+    nbytes = sum(each.nbytes for each in plain.parameters())
+    request.tell({"weights_bytes": nbytes})
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-4)
+    expected = [infer(plain), infer(plain)]
+    plain_s = {"infer": min(_wall(partial(infer, plain), request.until(0.1)))}
+    expected.append(train(plain, adam))
+    plain_s["train"] = min(_wall(partial(train, plain, adam), request.until(0.2)))
+    del plain, adam
+    torch.cuda.empty_cache()
+
+    begun_s = time.monotonic()
+    floor = 1024 if request.small else MIB
+    with penstock.built_on_flash(request.directory, floor=floor):
+        model = build()
+    request.tell({"build_s": time.monotonic() - begun_s})
+    settings: dict[str, Any] = {"weights_memory": nbytes // 3, "floor": floor, "policy": "keep"}
+    settings |= {"flash": request.directory, "host_memory": request.sized(2 * GIB, least=64 * MIB)}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with penstock.offload(model, weights="flash", device="cuda", **settings):
+        found = [infer(model), infer(model)]
+        _weights_steps(request, "infer", partial(infer, model), plain_s, 0.5)
+        peak = torch.cuda.max_memory_allocated() - before
+        request.tell({"infer_peak_bytes": peak})
+        flash = FlashAdamW(
+            model.parameters(),
+            lr=1e-4,
+            flash=request.directory,
+            overlap=True,
+            gradient_memory="256MiB",
+        )
+        try:
+            found.append(train(model, flash))
+            _weights_steps(request, "train", partial(train, model, flash), plain_s, 0.9)
+        finally:
+            flash.close()
+    same = all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+    request.tell({"same_bits": same})
+    if not same:
+        request.tell({"failed": "the losses are not those of plain torch"})
+
+
+def _weights_steps(
+    request: FigureRequest,
+    name: str,
+    step: Callable[[], object],
+    plain_s: Mapping[str, float],
+    until: float,
+) -> None:
+    before = _io_bytes()
+    seconds = _wall(step, request.until(until))
+    read, written = (
+        (now - then) // len(seconds) for now, then in zip(_io_bytes(), before, strict=True)
+    )
+    request.tell(
+        {
+            f"{name}_plain_step_s": plain_s[name],
+            f"{name}_step_s": sorted(seconds)[len(seconds) // 2],
+            f"{name}_read_bytes": read,
+            f"{name}_written_bytes": written,
+        }
+    )
+
+
+def _io_bytes() -> tuple[int, int]:
+    """Return the bytes that this process has read from and written to disks."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
 # -- several devices ------------------------------------------------------------------------------
 
 
@@ -331,6 +432,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
     ),
     "flash optimizer": Figure(optimizer, 40),
     "checkpoints": Figure(checkpoints, 40),
+    "weights on flash": Figure(weights, 75),
     "second device": Figure(second_device, 40, devices=2),
 }
 
