@@ -1,6 +1,7 @@
 """On a GPU a profile tells the device's time, and a step that is profiled does not stop it."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -8,12 +9,15 @@ from gpu_runs import DEVICE, settings_for
 from torch import nn
 
 from offload_runs import session_in
+from penstock.hooks.observer import PassObserver
 from penstock.runtime.cuda.link import CudaLink
 
 pytestmark = pytest.mark.gpu
 
 ROUNDING_NS = 100_000
 """Events tell the time to a millionth of what has passed, or to half a microsecond."""
+CYCLES = (10**5, 10**6, 10**4)
+"""For which the layers let the device sleep."""
 
 
 class Held(nn.Module):
@@ -31,7 +35,7 @@ class Held(nn.Module):
 
 def network(device=DEVICE):
     torch.manual_seed(0)
-    return nn.Sequential(*(Held(256, cycles) for cycles in (10**5, 10**6, 10**4))).to(device)
+    return nn.Sequential(*(Held(256, cycles) for cycles in CYCLES)).to(device)
 
 
 def event():
@@ -70,25 +74,52 @@ def test_a_profiled_step_waits_when_it_is_over_and_other_steps_never(disk_path, 
 
 def test_a_profile_is_as_long_as_the_devices_own_events_say(disk_path, small_knobs):
     model = network()
-    inner = []
-    model[0].register_forward_hook(lambda *_: inner.append(event()) if not inner else None)
     x = torch.randn(512, 256, device=DEVICE)
+    start = event()
+    torch.cuda._sleep(CYCLES[1])
+    end = event()
+    end.synchronize()
+    slept_ns = start.elapsed_time(end) * 1e6
     with session_in(disk_path, model, **settings_for("host", policy="keep")) as session:
         before = event()
-        loss = model(x).square().mean()
-        inner.append(event())
-        loss.backward()
+        model(x).square().mean().backward()
         after = event()
         after.synchronize()
         profile = session.profile
     (one,) = profile.passes
     took_ns = one.end_ns - one.start_ns
     assert took_ns <= before.elapsed_time(after) * 1e6 + ROUNDING_NS
-    assert took_ns >= inner[0].elapsed_time(inner[1]) * 1e6 - ROUNDING_NS
+    assert took_ns >= slept_ns - ROUNDING_NS
     for slot in profile.slots:
         assert one.start_ns <= slot.saved_at_ns <= slot.needed_at_ns <= one.end_ns
     forward = [each for each in profile.operators if not each.backward]
     assert sum(each.took_ns for each in forward) <= took_ns + ROUNDING_NS
+
+
+def test_what_penstock_does_in_hooks_is_no_part_of_a_profile(disk_path, small_knobs, monkeypatch):
+    """While a device has nothing to do: a pass that is observed takes the host many times as long."""
+    pause_s = 0.05
+
+    def slowly(method):
+        def call(self, *args):
+            time.sleep(pause_s)
+            return method(self, *args)
+
+        return call
+
+    for name in ("packed", "unpacked", "_switch"):
+        monkeypatch.setattr(PassObserver, name, slowly(getattr(PassObserver, name)))
+    model = network()
+    x = torch.randn(512, 256, device=DEVICE)
+    model(x).square().mean().backward()  # what CUDA does but once
+    torch.cuda.synchronize()
+    with session_in(disk_path, model, **settings_for("host", policy="keep")) as session:
+        begun_s = time.monotonic()
+        model(x).square().mean().backward()
+        took_s = time.monotonic() - begun_s
+        (one,) = session.profile.passes
+    assert took_s > 12 * pause_s
+    assert (one.end_ns - one.start_ns) / 1e9 < took_s / 3
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

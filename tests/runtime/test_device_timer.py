@@ -102,6 +102,44 @@ def test_a_wait_that_the_device_did_not_notice_costs_nothing(bench):
     assert bench.since_first(first, bench.mark()) == [0, 110_000]
 
 
+def test_waits_and_moments_within_a_wait_are_part_of_it(bench):
+    first = bench.mark()
+    outer = bench.timer.wait_begins()
+    bench.clock.advance(20_000)
+    inner = bench.timer.wait_begins()
+    bench.clock.advance(20_000)
+    within = bench.mark()
+    bench.timer.wait_ends(inner)
+    bench.clock.advance(20_000)
+    bench.timer.wait_ends(outer)
+    bench.link.launch(takes_ns=10_000)
+    assert bench.since_first(first, within, bench.mark()) == [0, 0, 10_000]
+
+
+def test_a_wait_that_an_error_ended_is_forgotten_in_the_next_pass(bench):
+    first = bench.mark()
+    bench.timer.wait_begins()
+    bench.clock.advance(20_000)
+    assert bench.since_first(first, bench.mark()) == [0, 0]
+    bench.timer.begin()
+    first = bench.mark()
+    bench.link.launch(takes_ns=10_000)
+    assert bench.since_first(first, bench.mark()) == [0, 10_000]
+
+
+def test_a_pass_that_begins_within_a_wait_ends_it(bench):
+    bench.mark()
+    bench.timer.times()
+    waiting = bench.timer.wait_begins()
+    bench.clock.advance(50_000)
+    bench.timer.begin()
+    first = bench.mark()
+    bench.clock.advance(5_000)
+    bench.timer.wait_ends(waiting)
+    bench.link.launch(takes_ns=10_000)
+    assert bench.since_first(first, bench.mark()) == [0, 15_000]
+
+
 def test_a_stream_that_waits_for_a_copy_is_a_wait_as_well(bench):
     """The host goes on at once."""
     copy = bench.link.copy_stream(DEVICE)

@@ -206,6 +206,7 @@ class Attachment:
                 modules=self.modules,
                 compute_ns=self._time.now_ns,
                 storage_of=self.hooks.storage_of,
+                left_out=self._time.left_out,
             )
             self._observer.attach()
 

@@ -18,6 +18,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -99,6 +100,8 @@ class PassObserver:
     compute_ns: Callable[[], int]
     storage_of: _StorageOf
     """Function that returns the storage of a tensor if its values are just strided bytes of one."""
+    left_out: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Context for work of Penstock's that is no part of what ``compute_ns`` tells."""
     unrepeatable: set[str] = field(default_factory=set)
     _thread: int = 0
     _stack: list[_Call] = field(default_factory=list)
@@ -156,6 +159,10 @@ class PassObserver:
             return
         if not self._stack and not torch.is_grad_enabled():
             return
+        with self.left_out():
+            self._enter(module, place, args)
+
+    def _enter(self, module: torch.nn.Module, place: SavingPlace, args: Any) -> None:
         parent = self._stack[-1] if self._stack else None
         call = _Call(module, place, parent, len(self._stack), len(self._calls), sequence_number())
         self._switch(call)
@@ -173,7 +180,10 @@ class PassObserver:
         stack = self._stack
         if threading.get_ident() != self._thread or not stack or stack[-1].module is not module:
             return
-        call = stack.pop()
+        with self.left_out():
+            self._leave(stack.pop(), arguments, output)
+
+    def _leave(self, call: _Call, arguments: Any, output: Any) -> None:
         call.end_node = sequence_number()
         self._switch(call.parent)
         given = set()

@@ -106,6 +106,12 @@ class SavedTensorHooks:
         """Return the handle for autograd in place of ``tensor``; wait while the budget is full."""
         if not self.active:
             return ForeignHandle(tensor)
+        if self.observer is None:
+            return self._handle_of(tensor)
+        with self.observer.left_out():
+            return self._handle_of(tensor)
+
+    def _handle_of(self, tensor: torch.Tensor) -> Packed:
         if self.weights is not None and (reference := self._reference(tensor, self.weights)):
             return reference
         if self._completion.waiting:
@@ -193,9 +199,11 @@ class SavedTensorHooks:
             self._completion.returned()
         if self.active and task_id() not in self._boundaries.tasks:
             self._boundaries.note_unpack()
-        if self.observer is not None:
+        if self.observer is None:
+            return packed.unpack()
+        with self.observer.left_out():
             self.observer.unpacked()
-        return packed.unpack()
+            return packed.unpack()
 
     def operators_returned(self) -> None:
         """Note that no operator runs in this thread, so what it has saved is complete."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from penstock.observe.clock import Clock
@@ -40,6 +41,15 @@ class ComputeTime:
         for look in self.watch:
             look()
         return now_ns if self.timer is None else self.timer.mark(now_ns)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leave out of an observed pass what Penstock does while devices have nothing else to do."""
+        since = self.wait_begins() if self.observing else ()
+        try:
+            yield
+        finally:
+            self.wait_ends(since)
 
     def wait_begins(self) -> Reached:
         """As ``DeviceTimer.wait_begins``; empty without a timer."""

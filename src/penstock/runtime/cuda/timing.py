@@ -14,7 +14,9 @@
        copy that the compute stream comes after, codecs that are tried. Between ``wait_begins`` and
        ``wait_ends`` nothing of the program's is enqueued on the stream, so what passes there on the
        device is not the program's time, and only that is left out: a host that waits while the device
-       has work to do has cost no time.
+       has work to do has cost no time. So it is with Penstock's own work in hooks, which is the longer
+       for a pass that is observed: on a device that has nothing to do meanwhile, most of such a pass
+       would be that. A wait within another one is part of it, and so are moments within.
     3. *Several streams.* Moments keep the order in which the host came to them: one whose stream was
        ahead of another's is put at the time of the one before it.
     4. *Captures.* An event that is recorded in a CUDA graph tells no time. Meanwhile no moment is marked.
@@ -22,6 +24,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -64,6 +67,8 @@ class DeviceTimer:
         self._moments: deque[_Moment] = deque(maxlen=MOST_MOMENTS)
         self._number = 0
         self._told = False
+        self._waiting: dict[int, Reached] = {}
+        """Where the wait of a thread has begun, by the thread's identifier."""
 
     def see(self, device: torch.device) -> None:
         """Time this device from now on, too."""
@@ -73,6 +78,7 @@ class DeviceTimer:
 
     def begin(self) -> None:
         """A pass begins: forget the moments of the last one, if it is over."""
+        self._waiting.clear()  # of one that an error ended
         if self._told:
             with self._lock:
                 self._moments.clear()
@@ -87,7 +93,9 @@ class DeviceTimer:
         Returns:
             Its number: ``at_ns``, or a little more, for no two moments have the same.
         """
-        reached = () if self._capturing() else self._record()
+        reached = self._waiting.get(threading.get_ident(), ())
+        if not reached and not self._capturing():
+            reached = self._record()
         with self._lock:
             number = self._number = max(at_ns, self._number + 1)
             if reached:
@@ -95,12 +103,19 @@ class DeviceTimer:
         return number
 
     def wait_begins(self) -> Reached:
-        """The calling thread, or its current stream, begins to wait; empty if nothing is timed."""
-        return self._record() if self._moments and not self._capturing() else ()
+        """The calling thread, or its current stream, begins to wait.
+
+        Empty if nothing is timed, or it waits already.
+        """
+        thread = threading.get_ident()
+        if not self._moments or thread in self._waiting or self._capturing():
+            return ()
+        since = self._waiting[thread] = self._record()
+        return since
 
     def wait_ends(self, since: Reached) -> None:
         """End a wait in which nothing was enqueued; ``since`` is what ``wait_begins`` returned."""
-        if since:
+        if since and self._waiting.pop(threading.get_ident(), ()) is since:  # else a pass has begun
             moment = _Moment(None, self._record(), since)
             with self._lock:
                 self._moments.append(moment)
