@@ -139,18 +139,19 @@ def test_bits_are_those_of_plain_training_within_the_limit(case, tmp_path):
     assert engine.read_bytes > 0
 
 
-def test_each_frozen_weight_is_read_twice_a_step_and_never_written(tmp_path):
+def test_each_frozen_weight_is_read_at_most_twice_a_step_and_never_written(tmp_path):
+    """Some are still there from backward, or are read ahead for the next step."""
+    steps, total = 4, DEPTH * WEIGHT_BYTES
     with shared_engine_replaced(ScriptedEngine()) as engine:
         model = built(LowRank)
         with on_device_flash(model, tmp_path) as session:
-            written = engine.written_bytes
-            for x in inputs(4):
+            written, begun = engine.written_bytes, engine.read_bytes
+            for x in inputs(steps):
                 session._weights.end_step()
-                begun = engine.read_bytes
                 model(x).square().mean().backward()
             assert engine.written_bytes == written
             read = engine.read_bytes - begun
-    assert DEPTH * WEIGHT_BYTES <= read <= 2 * DEPTH * WEIGHT_BYTES
+    assert steps * (total - LIMIT) <= read <= 2 * steps * total
 
 
 def test_a_weight_at_rest_takes_no_device_memory(tmp_path):
