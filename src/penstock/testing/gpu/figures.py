@@ -129,8 +129,10 @@ def _device_seconds(work: Callable[[], object]) -> float:
 def step(network: str, place: str, request: FigureRequest) -> None:
     """Measure a step against plain torch, with a batch that fits and with four times that."""
     job, host_memory = steps.JOBS[network], steps.pinned_bytes()
+    staging_bytes = min(host_memory, GIB)  # with flash, so that host memory does not take all
     if request.small:
         job, host_memory = replace(job, size="tiny", overrides={}), 256 * MIB
+        staging_bytes = host_memory
     free = torch.cuda.mem_get_info()[0]
     batch = steps.fitting_batch(
         job,
@@ -143,7 +145,7 @@ def step(network: str, place: str, request: FigureRequest) -> None:
         figures = _step_at(
             steps.NetworkTraining(job, batch * factor),
             (share, 1.5 * share, 0.9),
-            host_memory=host_memory,
+            host_memory=staging_bytes if place == "flash" else host_memory,
             flash=request.directory if place == "flash" else (),
             rounds=5,
             end_s=request.until(0.8 * number / len(factors)),
