@@ -38,9 +38,12 @@ def encode(words: Tensor, dtype: str) -> Tensor | None:
     fours = fours[:, :half] | (fours[:, half:] << 4)
     kinds = torch.where(rotated, ROTATED_4, PLAIN_4).to(torch.uint8)
     heads = torch.cat([kinds[:, None], high, torch.zeros_like(high).expand(-1, 2)], 1)
+    mixed = not bool((fits & (blocks != 0).any(1)).all())
+    if mixed:
+        fours = torch.nn.functional.pad(fours, (0, BLOCK - _CODES_4))
     bodies = torch.cat([planes, fours], 1)
     del planes, fours
-    if not bool((fits & (blocks != 0).any(1)).all()):
+    if mixed:
         heads, bodies = _mixed(blocks, tops, heads, bodies, fits)
     payload = torch.cat([heads.view(-1), bodies.view(-1), as_bytes(words[whole:])])
     return payload if payload.numel() < count * size or not count else None
@@ -96,10 +99,13 @@ def _base(high: Tensor, codes: int) -> Tensor:
 
 
 def _mixed(
-    blocks: Tensor, tops: Tensor, heads: Tensor, bodies: Tensor, fits: Tensor
+    blocks: Tensor, tops: Tensor, heads: Tensor, rows: Tensor, fits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return heads and joined bodies of blocks of any kind, given as if all had four bits."""
-    start = bodies.size(1) - _CODES_4
+    """Return heads and joined bodies of blocks of any kind, given as if all had four bits.
+
+    ``rows`` are the bodies, each in as much room as a raw one takes; they are overwritten.
+    """
+    start = rows.size(1) - BLOCK
     zero = (blocks == 0).all(1)
     base = _base(heads[:, 1:2], 7)
     threes = (tops - base).masked_fill_(tops <= base, 0)
@@ -110,15 +116,17 @@ def _mixed(
     kinds.masked_fill_(raw, RAW).masked_fill_(zero, ZERO)
     highs = heads[:, 1].to(torch.int32).masked_fill_(raw | zero, 0)
     heads = torch.stack([kinds, highs, counts & 255, counts >> 8], 1).to(torch.uint8)
-    rows = torch.nn.functional.pad(bodies, (0, BLOCK - _CODES_4))
     mine = (~(fits | raw)).nonzero().view(-1)
     if mine.numel():
         rows[mine, start:] = _three_bits(threes[mine], tops[mine], counts[mine])
+    del threes
     mine = raw.nonzero().view(-1)
     if mine.numel():
         rows[mine] = as_bytes(blocks[mine].view(-1)).view(-1, rows.size(1))
     lengths = _lengths(kinds, highs, counts, rows.size(1) // BLOCK)
-    return heads, rows[torch.arange(rows.size(1), device=rows.device) < lengths[:, None]]
+    pairs = rows.view(torch.int16)  # lengths are even
+    taken = torch.arange(pairs.size(1), device=rows.device) < (lengths >> 1)[:, None]
+    return heads, as_bytes(_selected(pairs, taken))
 
 
 def _three_bits(threes: Tensor, tops: Tensor, counts: Tensor) -> Tensor:
@@ -127,10 +135,20 @@ def _three_bits(threes: Tensor, tops: Tensor, counts: Tensor) -> Tensor:
     shifts = torch.arange(0, 24, 3, dtype=torch.int32, device=lanes.device)[None, :, None]
     bits = (lanes << shifts).sum(1, dtype=torch.int32)
     codes = torch.cat([bits, bits >> 8, bits >> 16], 1).bitwise_and_(0xFF).to(torch.uint8)
-    found = _in_lanes(tops).masked_select(_in_lanes(threes) == 0)
+    del lanes, bits
+    found = _selected(_in_lanes(tops), _in_lanes(threes) == 0)
     room = torch.zeros_like(tops)[:, : BLOCK - _CODES_3]
     places = torch.arange(room.size(1), device=room.device) < counts[:, None]
     return torch.cat([codes, room.masked_scatter(places, found)], 1)
+
+
+def _selected(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the values where the mask is true. Waits for their number.
+
+    CUDA lists the places of true elements first, eight bytes each per dimension of the mask: so it is
+    flattened.
+    """
+    return values.view(-1)[mask.view(-1)]
 
 
 def _in_lanes(values: Tensor) -> Tensor:
@@ -191,7 +209,7 @@ def _tops_of_three(
         raise _damaged(body, starts.numel())
     tops = _in_lanes(threes + _base(high, 7))
     ahead = torch.arange(int(counts.max()), device=starts.device)
-    places = (starts[:, None] + ahead).masked_select(ahead < counts[:, None])
+    places = _selected(starts[:, None] + ahead, ahead < counts[:, None])
     tops.masked_scatter_(_in_lanes(threes) == 0, body[places])
     return tops.view(-1, 64, 8).transpose(1, 2).reshape(-1, BLOCK)
 
