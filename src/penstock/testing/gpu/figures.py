@@ -428,13 +428,13 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "step resnet50, host": Figure(partial(step, "resnet50", "host"), 60),
     "step gpt2, host": Figure(partial(step, "gpt2", "host"), 60),
     "step gpt2, flash": Figure(partial(step, "gpt2", "flash"), 45),
+    "weights on flash": Figure(weights, 75),
+    "flash optimizer": Figure(optimizer, 40),
+    "checkpoints": Figure(checkpoints, 40),
     "GPU-direct": Figure(direct, 30),
     "GPU-direct, expandable segments": Figure(
         direct, 30, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     ),
-    "flash optimizer": Figure(optimizer, 40),
-    "checkpoints": Figure(checkpoints, 40),
-    "weights on flash": Figure(weights, 75),
     "second device": Figure(second_device, 40, devices=2),
 }
 
