@@ -12,6 +12,7 @@ from penstock.core.units import MIB
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.recorder import StallCause
 from penstock.plan.machine import Machine
+from penstock.runtime.cuda.codec_speeds import CodecSpeeds
 from penstock.runtime.cuda.encoding import DeviceCoder
 from penstock.store.frames import SCRATCH
 
@@ -124,6 +125,25 @@ def test_codecs_are_chosen_by_what_they_were_measured_to_do(disk_path, small_kno
     assert chosen
     assert encoded_bytes(session) > 2 * MIB
     assert {line.codec for line in session.summary().codecs} == chosen
+
+
+def test_codecs_that_prove_slow_beside_the_network_are_chosen_no_more(
+    disk_path, small_knobs, patient, monkeypatch
+):
+    limit = CodecSpeeds.limit
+
+    def slow(self, *args, **how):
+        achieved = limit(self, *args, **how)
+        return achieved if achieved == args[-1] else 1.0  # bytes a second
+
+    monkeypatch.setattr(CodecSpeeds, "limit", slow)
+    settings = {"codec": "auto", "machine": SLOW, "device_memory": "64MiB", "host_memory": HOST}
+    found, session = trained(disk_path, steps=20, **settings)
+    found.assert_same_bits(trained(steps=20)[0])
+    assert encoded_bytes(session) > 2 * MIB
+    assert session.plan.offloaded_bytes > 0
+    assert {decision.codec for decision in session.plan.decisions} == {""}
+    assert counted(session, "plan.sampled") >= 2
 
 
 def test_on_other_streams(disk_path, small_knobs, patient):

@@ -26,6 +26,7 @@ from penstock.io.engine import Priority
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder, Stage
 from penstock.runtime.cuda import encoding
+from penstock.runtime.cuda.codec_speeds import CodecSpeeds
 from penstock.runtime.cuda.encoding import DeviceCoder, open_device_stage
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
@@ -75,6 +76,7 @@ class Rig:
             scratch_bytes=SCRATCH,
             budget=self.budget,
             recorder=self.recorder,
+            speeds=CodecSpeeds(),
         )
         self.host = HostSpec()
         self.tier = flash or self.host
@@ -335,7 +337,7 @@ def test_no_more_frames_are_alive_than_there_are_slots(rig, monkeypatch):
 @pytest.mark.parametrize(("codec", "dtype"), LOSSLESS + LOSSY)
 def test_a_piece_keeps_to_the_scratch_memory(codec, dtype):
     scratch = scratch_of(SCRATCH, Account(2 * MIB))
-    coder = DeviceCoder(None, None, scratch)
+    coder = DeviceCoder(None, None, scratch, CodecSpeeds())
     piece = scratch.piece_bytes(lambda nbytes: coder.fits(FORMS[codec].CODEC, dtype, nbytes))
     assert piece % 4096 == 0
     assert encoding.scratch_bytes(codec, dtype, piece) <= scratch.working_bytes

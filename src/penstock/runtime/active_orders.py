@@ -61,17 +61,21 @@ class ActiveOrders:
         self.sampling = orders.samples
         self._can_encode = orders.can_encode
 
-    def end_pass(self, finished: Pass, *, limit_bytes: int | None = None) -> PassRecord:
+    def end_pass(
+        self, finished: Pass, *, limit_bytes: int | None = None, slow_codecs: bool = False
+    ) -> PassRecord:
         """Return the record of a finished pass, and forget its state.
 
         Args:
             finished: The pass; ``end_ns`` is set.
             limit_bytes: New limit of the device budget, if it has one.
+            slow_codecs: Whether codecs were far slower than measured.
         """
         record = replace(
             record_of(finished),
             sampled=self.sampling,
             shortage=self.shortage,
+            slow_codecs=slow_codecs,
             scratch_bytes=self._scratch_bytes,
             limit_bytes=limit_bytes,
         )

@@ -5,8 +5,9 @@
     bytes as they are, and codecs are to be chosen, the next pass is sampled: what lossless codecs make
     of each storage is measured, and the plan is made again with that. Else they would win nothing, and
     Numba, which they need, takes memory, and time to compile. It is sampled once more when codecs no
-    longer make of the bytes what the plan was made for: sparsity changes during training. Sparsity that
-    appears only in what goes raw is not noticed.
+    longer make of the bytes what the plan was made for: sparsity changes during training. So it is when
+    they prove far slower beside a network than they were alone. Sparsity that appears only in what goes
+    raw is not noticed.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ class CodecChoice:
         sampled = record.sampled and any(slot.codecs for slot in record.slots)
         self._sampled_passes += record.sampled
         if sampled:
-            self._sample_again = False
-        elif record.shortage or ratios_drifted(record, orders):
+            self._sample_again = record.slow_codecs  # found when it ended, after the samples
+        elif record.shortage or record.slow_codecs or ratios_drifted(record, orders):
             self._sample_again = True
         return sampled
 

@@ -658,7 +658,8 @@ class Executor:
         limit_bytes = None
         if self.allowance is not None and finished.observed:
             limit_bytes = self._set_limit(self.allowance.settle())
-        return self.active.end_pass(finished, limit_bytes=limit_bytes)
+        slow = self._sampler is not None and self._sampler.fell_short()
+        return self.active.end_pass(finished, limit_bytes=limit_bytes, slow_codecs=slow)
 
     def give_way(self, nbytes: int) -> None:
         """Begin to free ``nbytes`` for other parts of Penstock. In any thread; does not wait."""

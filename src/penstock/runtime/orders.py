@@ -113,6 +113,8 @@ class PassRecord:
     """True if codecs were to be measured on its slots, or on the rest of them."""
     shortage: bool = False
     """True if tiers were full; see [Note: shortage]."""
+    slow_codecs: bool = False
+    """True if codecs were far slower than measured."""
     scratch_bytes: int | None = None
     """Scratch memory that was taken for codecs during the pass; 0 if there was no room for it; ``None``
     if none was asked for."""

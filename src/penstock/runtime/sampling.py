@@ -35,6 +35,9 @@ class CodecSampler(Protocol):
     ) -> tuple[CodecSample, ...]:
         """Measure every codec that may be chosen for elements of this type."""
 
+    def fell_short(self) -> bool:
+        """Return whether a codec has proved far slower than was told since this was called last."""
+
 
 class Sampler(threading.local):
     """Measures codecs on storages in host memory. Thread-safe: each thread has its own buffers.
@@ -46,6 +49,10 @@ class Sampler(threading.local):
         self._out = np.empty(2 * STRETCH_BYTES + HEADER_BYTES, np.uint8)
         self._back = np.empty(STRETCH_BYTES, np.uint8)
         self._warm: set[tuple[str, str]] = set()
+
+    def fell_short(self) -> bool:
+        """Return False: a codec shares a core with the network, and is measured on that."""
+        return False
 
     def sample(
         self, storage: torch.UntypedStorage, dtype: str, *, sign_only: bool

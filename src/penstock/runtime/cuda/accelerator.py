@@ -26,6 +26,7 @@ from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
 from penstock.runtime.allowance import FoundAllowance, Remainder
+from penstock.runtime.cuda.codec_speeds import CodecSpeeds
 from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.mover import CudaMover
@@ -66,6 +67,7 @@ class Accelerator:
         self._budget = budget
         self._recorder = recorder
         self._mover: CudaMover | None = None
+        self._codec_speeds = CodecSpeeds()
 
     @property
     def mover(self) -> CudaMover:
@@ -90,13 +92,13 @@ class Accelerator:
     def make_sampler(self) -> CodecSampler:
         """Make what measures codecs on storages of the device."""
         samples = importlib.import_module("penstock.runtime.cuda.encoding_samples")
-        sampler: CodecSampler = samples.DeviceSampler(self.link, self._budget)
+        sampler: CodecSampler = samples.DeviceSampler(self.link, self._budget, self._codec_speeds)
         return sampler
 
     def encoding_stage(self) -> Callable[..., Transport]:
         """Return the function that opens stages which encode on the device."""
         encoding = importlib.import_module("penstock.runtime.cuda.encoding")
-        return partial(encoding.open_device_stage, link=self.link)
+        return partial(encoding.open_device_stage, link=self.link, speeds=self._codec_speeds)
 
     def open_mover(
         self, config: OffloadConfig, host: Account, flash: Tier | None

@@ -44,6 +44,7 @@ from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_byt
 from penstock.core.errors import ClosedError
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
+from penstock.runtime.cuda.codec_speeds import CodecSpeeds
 from penstock.runtime.cuda.link import CudaLink, Stream
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.tickets import CudaTicket, Fill
@@ -51,7 +52,7 @@ from penstock.runtime.encoding import EncodingStage
 from penstock.staging import bytes_of
 from penstock.store.account import Account
 from penstock.store.base import Tier
-from penstock.store.frames import FrameJob, FrameScratch, FrameWorker, Slot
+from penstock.store.frames import FrameJob, Frames, FrameScratch, FrameWorker, Slot
 
 _SLOTS: Final = 4
 """Frames at once: two that are made and copied out, the rest for those that come back."""
@@ -63,8 +64,11 @@ class DeviceCoder:
     A slot holds a frame that was made until the mover has it, or the target that a frame is read to.
     """
 
-    def __init__(self, inner: CudaMover, link: CudaLink, scratch: FrameScratch) -> None:
+    def __init__(
+        self, inner: CudaMover, link: CudaLink, scratch: FrameScratch, speeds: CodecSpeeds
+    ) -> None:
         self.inner = inner
+        self._speeds = speeds
         self.link = link
         self._frames = scratch.frames
         self._slot_bytes, self._working_bytes = scratch.slot_bytes, scratch.working_bytes
@@ -91,7 +95,7 @@ class DeviceCoder:
         assert storage is not None, "a source was dropped before its end"
         start, nbytes = frames.range_of(index)
         try:
-            with self._waiting(frames.device):
+            with self._waiting(frames, nbytes, decoding=False):
                 source = bytes_of(storage)[start : start + nbytes]
                 frame = encode_tensor(frames.codec, source, frames.dtype)
                 slot.held = frame.untyped_storage()
@@ -124,7 +128,9 @@ class DeviceCoder:
         with link.within(stream):
             self.inner.use(frame)
             link.wait(stream, target.ready)
-        with self._waiting(frames.device):
+            here = link.record(stream)
+        link.synchronize(here)  # or the codec's time would include what it waits for
+        with self._waiting(frames, nbytes, decoding=True):
             decoded = bytes_of(frame)
             if index not in frames.raw:
                 decoded = decode_tensor(
@@ -145,10 +151,14 @@ class DeviceCoder:
         return stream
 
     @contextmanager
-    def _waiting(self, device: torch.device) -> Iterator[None]:
-        """Within, operators run on the worker's stream; wait for them at the end, however it comes."""
-        link, stream = self.link, self._stream(device)
-        with link.within(stream):
+    def _waiting(self, frames: Frames, nbytes: int, *, decoding: bool) -> Iterator[None]:
+        """Within, operators run on the worker's stream; wait for them at the end, however it comes.
+
+        The time that a piece takes is counted.
+        """
+        link, stream = self.link, self._stream(frames.device)
+        timed = self._speeds.timed(frames.codec, frames.dtype, nbytes, decoding=decoding)
+        with timed, link.within(stream):
             try:
                 yield
             finally:
@@ -167,7 +177,13 @@ def _complete(worker: FrameWorker, job: FrameJob, error: BaseException | None) -
 
 
 def open_device_stage(
-    inner: CudaMover, *, link: CudaLink, scratch_bytes: int, budget: Account, recorder: Recorder
+    inner: CudaMover,
+    *,
+    link: CudaLink,
+    scratch_bytes: int,
+    budget: Account,
+    recorder: Recorder,
+    speeds: CodecSpeeds,
 ) -> EncodingStage:
     """Open a stage for storages of CUDA devices. See [Note: encoding on the device].
 
@@ -178,11 +194,12 @@ def open_device_stage(
             A piece is an eighth of it, at most.
         budget: The device's.
         recorder: Gets a span for each piece, and counters.
+        speeds: Gets the time of each piece.
 
     Raises:
         ConfigError: ``scratch_bytes`` is less than 64 KiB.
         BudgetError: The budget has not so much left.
     """
     scratch = FrameScratch(scratch_bytes, budget, slots=_SLOTS, working=_SLOTS)
-    coder = DeviceCoder(inner, link, scratch)
+    coder = DeviceCoder(inner, link, scratch, speeds)
     return EncodingStage(inner, coder, scratch, recorder, partial(link.adopt_thread, inner.device))

@@ -6,6 +6,11 @@ many bytes as a piece has (``PROBE_BYTES``): on a sample of 1 MiB the launches o
 of the time. What is timed is device time between two events, waits for lengths and checks included, as
 when storages are encoded; a first round, in which kernels are loaded, is not.
 
+That is how fast a codec is alone. Beside a network its worker waits for the interpreter, and its kernels
+for the device: on an H100 a piece of 7 MB took 3 ms. So the worker's time is counted too, and what a
+later sample tells is the slower of both. Where it is less than half of what was told before
+(``fell_short``), the planner asks for another one.
+
 What a sample takes is charged to the budget while it is taken. Where there is no room for that, it is a
 shorter one, or none: then nothing is known of the storage, and it goes as it is.
 """
@@ -26,6 +31,7 @@ from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_byt
 from penstock.core.units import KIB, MIB
 from penstock.plan.encoding import MARGIN
 from penstock.plan.profile import CodecSample
+from penstock.runtime.cuda.codec_speeds import CodecSpeeds
 from penstock.runtime.cuda.link import CudaLink, device_time
 from penstock.runtime.sampling import STRETCH_BYTES, chosen_codecs, stretches
 from penstock.staging import bytes_of
@@ -36,27 +42,41 @@ PROBE_BYTES: Final = 8 * MIB
 """Bytes on which a codec's speed is measured."""
 LEAST_STRETCH_BYTES: Final = 16 * KIB
 """Shorter stretches tell too little."""
+SHORT: Final = 2.0
+"""How much faster a codec was told to be than it is, for another sample."""
 
 
 class DeviceSampler:
-    """Measures codecs on storages of a device, on the caller's current stream. Thread-safe; waits.
+    """Measures codecs on storages of a device, on the caller's current stream. Thread-safe; waits."""
 
-    Attributes:
-        speeds: Bytes of the source per second of encoding and of decoding, by codec and type, once they
-            were measured.
-    """
-
-    def __init__(self, link: CudaLink, budget: Account) -> None:
+    def __init__(self, link: CudaLink, budget: Account, achieved: CodecSpeeds) -> None:
         """Know nothing yet.
 
         Args:
             link: To the device; times rounds.
             budget: The device's: what a sample takes is charged to it for as long.
+            achieved: What the worker achieves.
         """
-        self.speeds: dict[tuple[str, str], tuple[float, float]] = {}
+        self._probed: dict[tuple[str, str], tuple[float, float]] = {}
+        self._told: dict[tuple[str, str], tuple[float, float]] = {}
         self._link = link
         self._budget = budget
+        self._achieved = achieved
         self._lock = threading.Lock()
+
+    def fell_short(self) -> bool:
+        """Return whether the worker is less than half as fast with a codec as was told; once for each."""
+        with self._lock:
+            short = [key for key, told in self._told.items() if self._is_short(key, told)]
+            for key in short:
+                del self._told[key]
+        return bool(short)
+
+    def _is_short(self, key: tuple[str, str], told: tuple[float, float]) -> bool:
+        return any(
+            speed > SHORT * self._achieved.limit(*key, speed, decoding=decoding)
+            for decoding, speed in zip((False, True), told, strict=True)
+        )
 
     def sample(
         self, storage: torch.UntypedStorage, dtype: str, *, sign_only: bool
@@ -106,10 +126,9 @@ class DeviceSampler:
 
     def _measure(self, name: str, row: Tensor, dtype: str) -> CodecSample:
         ratio, speeds = self._round(name, row, dtype)
-        if (
-            ratio < 1 - MARGIN
-        ):  # else it gives up early, and is never chosen: its speed says nothing
-            speeds = self._speeds(name, row, dtype)
+        if ratio < 1 - MARGIN:  # else it gives up early, and its speed says nothing
+            speeds = self._probed_speeds(name, row, dtype)
+        speeds = self._tell(name, dtype, speeds)
         return CodecSample(
             codec=name,
             ratio=ratio,
@@ -117,13 +136,24 @@ class DeviceSampler:
             decode_bytes_per_s=speeds[1],
         )
 
-    def _speeds(self, name: str, row: Tensor, dtype: str) -> tuple[float, float]:
-        """As measured before, or now."""
+    def _probed_speeds(self, name: str, row: Tensor, dtype: str) -> tuple[float, float]:
+        """Return the speeds of a codec alone, as measured before or now."""
         with self._lock:
-            known = self.speeds.get((name, dtype))
-            if known is None:
-                known = self.speeds[name, dtype] = self._probe(name, row, dtype)
-        return known
+            probed = self._probed.get((name, dtype))
+            if probed is None:
+                probed = self._probed[name, dtype] = self._probe(name, row, dtype)
+        return probed
+
+    def _tell(self, name: str, dtype: str, speeds: tuple[float, float]) -> tuple[float, float]:
+        """Return speeds of a codec, or those of the worker with it where they are less."""
+        encode, decode = (
+            self._achieved.limit(name, dtype, speed, decoding=decoding)
+            for decoding, speed in zip((False, True), speeds, strict=True)
+        )
+        with self._lock:  # samples of other storages may have been slower
+            told = self._told.get((name, dtype), (0.0, 0.0))
+            self._told[name, dtype] = max(encode, told[0]), max(decode, told[1])
+        return encode, decode
 
     def _probe(self, name: str, row: Tensor, dtype: str) -> tuple[float, float]:
         """On as many bytes as there is room for, up to ``PROBE_BYTES``: the sample over and over."""
