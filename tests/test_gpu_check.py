@@ -320,7 +320,7 @@ def test_an_interrupted_run_keeps_what_there_is(pretend, tmp_path, number):
     assert not found["complete"]
     assert found["figures"]["GPU-direct"]["written_bytes"] == 7
     assert parts(found)["GPU-direct"] == "interrupted"
-    assert "checkpoints" not in parts(found)
+    assert "GPU-direct, expandable segments" not in parts(found)
     with pytest.raises(ProcessLookupError):
         os.kill(found["figures"]["GPU-direct"]["hangs"], 0)
 

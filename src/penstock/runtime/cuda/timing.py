@@ -68,7 +68,7 @@ class DeviceTimer:
         self._number = 0
         self._told = False
         self._waiting: dict[int, Reached] = {}
-        """Where the wait of a thread has begun, by the thread's identifier."""
+        """Events at which waits of threads have begun, by the thread's identifier."""
 
     def see(self, device: torch.device) -> None:
         """Time this device from now on, too."""
