@@ -22,7 +22,7 @@ import torch
 import penstock
 from penstock.core.units import GIB, MIB
 from penstock.lab import zoo
-from penstock.observe import Stage
+from penstock.observe import Stage, Stall
 
 Modes: TypeAlias = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 """Contexts of a step, by the name of the mode."""
@@ -200,6 +200,13 @@ def _compare(
         "peak_charged_bytes": session.budget.peak_bytes,
         "moved_bytes_per_step": moved,
         "stall_s_per_step": (after.stall_ns - before.stall_ns) / 1e9 / done,
+        "stalls_s_per_step": {
+            cause: (stall.total_ns - _total_ns(before.stalls.get(cause))) / 1e9 / done
+            for cause, stall in after.stalls.items()
+        },
+        "codecs": sorted({each.codec for each in session.plan.decisions} - {""})
+        if session.plan
+        else [],
         "link_out_bytes_per_s": out,
         "link_in_bytes_per_s": back,
         "plain_forward_s": statistics.median(forward_s),
@@ -212,6 +219,10 @@ def _compare(
         }
     figures["bound_ratio"] = _bound(figures)
     return figures
+
+
+def _total_ns(stall: Stall | None) -> int:
+    return 0 if stall is None else stall.total_ns
 
 
 def _figures_of(mine: list[tuple[float, int]], plain: list[tuple[float, int]]) -> dict[str, Any]:
