@@ -125,6 +125,27 @@ def test_seven_billion_parameters_on_two_cores(form, ns, tokens, seconds, writte
     assert plan.replayed.step_ns > roomy.replayed.step_ns
 
 
+@pytest.mark.parametrize(
+    ("forward_ms", "rate"), [(0.001, 2e9), (1000, 1e9)], ids=["decoding a token", "prefill"]
+)
+def test_flash_is_as_fast_as_the_computing_beside_it_allows(forward_ms, rate):
+    """It reads 2 GB/s while nothing computes, and half of that beside computing."""
+    machine = replace(
+        BOX,
+        flash_read_bytes_per_s=1e9,
+        flash_read_alone_bytes_per_s=2e9,
+        flash_write_alone_bytes_per_s=6e9,
+    )
+    step = forward_part(chain([round(forward_ms * MS)] * 8))
+    weights = forward_only(weights_of([100 * MB] * 8))
+    found = planner(step, weights, machine)
+    plan = found.plan(found.least.total)
+    assert plan.replayed.read_ns / 1e9 == pytest.approx(800 * MB / rate, rel=0.07)
+    slow = planner(step, weights, replace(machine, flash_read_alone_bytes_per_s=0.0))
+    both = [each.plan(each.least.total).hidden_factor for each in (found, slow)]
+    assert both[0] == both[1]  # where flash is hidden, the processor always computes
+
+
 def test_a_frozen_base_is_read_twice_and_prefill_once():
     """T* = C / r: with c = 4 for the base of an adapter, and c = 2 for a forward."""
     each, layers, batch = 104_857_600, 64, 1024

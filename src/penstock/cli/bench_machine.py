@@ -123,14 +123,11 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         results.append(f"write {format_bandwidth(beside.write_bytes_per_s)}")
         results.append(f"read {format_bandwidth(beside.read_bytes_per_s)}")
     host_bytes = physical_bytes()
+    write, read = (flash.rate(name).engine_bytes_per_s for name in ("overwrite", "read"))
     here = Machine(
         name=platform.node() or "this machine",
-        flash_write_bytes_per_s=_short(
-            _slower(flash.rate("overwrite").engine_bytes_per_s, beside.write_bytes_per_s)
-        ),
-        flash_read_bytes_per_s=_short(
-            _slower(flash.rate("read").engine_bytes_per_s, beside.read_bytes_per_s)
-        ),
+        flash_write_bytes_per_s=_short(_slower(write, beside.write_bytes_per_s)),
+        flash_read_bytes_per_s=_short(_slower(read, beside.read_bytes_per_s)),
         flash_latency_s=_short(flash.latency_s),
         host_write_bytes_per_s=_short(machine.host_write_bytes_per_s),
         host_read_bytes_per_s=_short(machine.host_read_bytes_per_s),
@@ -143,6 +140,8 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         flash_shared=_share_one_bandwidth(flash),
         flash_over_link=device.type == "cuda",
         interference=round(beside.slower, 3),
+        flash_write_alone_bytes_per_s=_short(write),
+        flash_read_alone_bytes_per_s=_short(read),
         sources=(
             _source(flash, str(device)),
             "interference, and bandwidth of flash where computing makes it slower: continuous transfers"

@@ -238,11 +238,7 @@ def _changes(request: StepRequest, plan: StepPlan) -> Iterator[ChangedStep]:
     """Plan the step again, with one thing changed at a time."""
     machine = request.machine
     if machine.flash_service is None:
-        two = replace(
-            machine,
-            flash_read_bytes_per_s=2 * machine.flash_read_bytes_per_s,
-            flash_write_bytes_per_s=2 * machine.flash_write_bytes_per_s,
-        )
+        two = machine.with_drives(2)
         room = None if request.flash_bytes is None else 2 * request.flash_bytes
         yield _changed("a second SSD", replace(request, machine=two, flash_bytes=room))
     more = replace(request, memory_bytes=2 * request.memory_bytes)

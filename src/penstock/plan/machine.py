@@ -19,13 +19,17 @@ from penstock.plan.service import Service
 VERSION = 2
 _PRESETS: Final = "penstock.plan.machines"
 _WORK: Final = ("write_work_s", "write_work_s_per_byte", "read_work_s", "read_work_s_per_byte")
-_OPTIONAL: Final[Mapping[str, object]] = {**dict.fromkeys(_WORK, 0.0), "flash_service": None}
+_ALONE: Final = ("flash_write_alone_bytes_per_s", "flash_read_alone_bytes_per_s")
+_OPTIONAL: Final[Mapping[str, object]] = {
+    **dict.fromkeys((*_WORK, *_ALONE), 0.0),
+    "flash_service": None,
+}
 """Defaults of a machine's fields that a file may omit."""
 _OPTIONAL_COMPUTE: Final[Mapping[str, object]] = {"cudnn": 4, "processors": 0}
 """Defaults of the fields of ``compute`` that a file may omit."""
 _MEMORIES: Final = ("device_bytes", "host_bytes", "flash_bytes")
 _NOT_NUMBERS: Final = ("name", "compute", "sources", "flash_service")
-_ZERO_OR_MORE: Final = ("flash_latency_s", "interference", *_MEMORIES, *_WORK)
+_ZERO_OR_MORE: Final = ("flash_latency_s", "interference", *_MEMORIES, *_WORK, *_ALONE)
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Machine:
 
     name: str
     flash_write_bytes_per_s: float
+    """Bandwidth of flash while the processor computes, which may slow it down."""
     flash_read_bytes_per_s: float
     flash_latency_s: float
     """Time from requesting a small read to its end."""
@@ -97,6 +102,9 @@ class Machine:
     """Additional compute time lost per byte written."""
     read_work_s: float = 0.0
     read_work_s_per_byte: float = 0.0
+    flash_write_alone_bytes_per_s: float = 0.0
+    """Bandwidth of flash while nothing computes; 0: not known, so the same. Likewise for the next."""
+    flash_read_alone_bytes_per_s: float = 0.0
     sources: tuple[str, ...] = ()
     """Sources of the figures."""
     flash_service: Service | None = None
@@ -138,6 +146,27 @@ class Machine:
             return nbytes / self.host_read_bytes_per_s
         return self.flash_latency_s + self.flash_busy_s(nbytes, writing=False)
 
+    def computing_for(self, share: float) -> Machine:
+        """Return this machine with the bandwidth of flash in a step.
+
+        Args:
+            share: Share of the step's time in which the processor computes; from 0 to 1.
+        """
+        if self.flash_service is not None or not any(getattr(self, name) for name in _ALONE):
+            return self
+        write, read = (
+            share * beside + (1 - share) * max(alone, beside)
+            for alone, beside in zip(
+                (getattr(self, name) for name in _ALONE), self.bytes_per_s("flash"), strict=True
+            )
+        )
+        return replace(self, flash_write_bytes_per_s=write, flash_read_bytes_per_s=read)
+
+    def with_drives(self, count: int) -> Machine:
+        """Return this machine with ``count`` times as many drives as one striped flash tier."""
+        names = ("flash_write_bytes_per_s", "flash_read_bytes_per_s", *_ALONE)
+        return replace(self, **{name: count * getattr(self, name) for name in names})
+
     def less_read(self, bytes_per_s: float) -> Machine:
         """Return this machine with flash slowed by another reader of ``bytes_per_s``.
 
@@ -156,6 +185,8 @@ class Machine:
             self,
             flash_read_bytes_per_s=self.flash_read_bytes_per_s * left,
             flash_write_bytes_per_s=self.flash_write_bytes_per_s * writes,
+            flash_read_alone_bytes_per_s=self.flash_read_alone_bytes_per_s * left,
+            flash_write_alone_bytes_per_s=self.flash_write_alone_bytes_per_s * writes,
             flash_service=service,
         )
 

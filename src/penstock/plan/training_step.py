@@ -42,6 +42,8 @@ _RECORD_SHARES: Final = 4
 _AMPLE_BYTES: Final = 1 << 60
 _AHEAD: Final = (0, 2, 8)
 """Largest modules that the window holds beyond the least."""
+_SETTLING: Final = 2
+"""Replays of a candidate with the bandwidth that flash has in a step as long as the one before."""
 _SAVED: Final = (0.0, 0.5, 1.0)
 """Budgets of saved tensors that are tried, between the least and all of them."""
 
@@ -415,12 +417,32 @@ class StepPlanner:
 
     def replay(self, one: _Candidate) -> ReplayedStep:
         """Replay a candidate; cached."""
+        return self._settled(one)[1]
+
+    def _settled(self, one: _Candidate) -> tuple[Machine, ReplayedStep]:
+        """Replay a candidate on a machine whose flash is as fast as in a step that computes so much.
+
+        Flash may be slower while the processor computes, and a step that waits for flash most of the
+        time does not compute then.
+        """
         known = self._replayed.get(id(one))
         if known is None:
-            known = self._replayed[id(one)] = replay_step(
-                self._profile, one.saved, self._machine, self._weights, one.choice
-            )
+            machine, found = self._machine, self._replay_on(self._machine, one)
+            for _ in range(_SETTLING):
+                share = min(1.0, self._busy_ns(found) / max(1, found.step_ns))
+                faster = self._machine.computing_for(share)
+                if faster == machine:
+                    break
+                machine, found = faster, self._replay_on(faster, one)
+            known = self._replayed[id(one)] = machine, found
         return known
+
+    def _replay_on(self, machine: Machine, one: _Candidate) -> ReplayedStep:
+        return replay_step(self._profile, one.saved, machine, self._weights, one.choice)
+
+    def _busy_ns(self, found: ReplayedStep) -> int:
+        """Return the time in which the processor computes."""
+        return found.compute_ns + (found.update_ns if self._profile.device == "cpu" else 0)
 
     def _fits(self, found: ReplayedStep) -> bool:
         """Return True if memory was kept, and the tiers have room for saved tensors."""
@@ -428,7 +450,7 @@ class StepPlanner:
         return found.feasible and host <= self._host_bytes and flash <= self._room_bytes
 
     @cached_property
-    def _replayed(self) -> dict[int, ReplayedStep]:
+    def _replayed(self) -> dict[int, tuple[Machine, ReplayedStep]]:
         return {}
 
     def _bound(self, one: _Candidate) -> tuple[int, int]:
@@ -461,8 +483,8 @@ class StepPlanner:
         )
 
     def _flash_ns(self, moved: StepBytes) -> tuple[int, int]:
-        """Return the time of reads and writes at full bandwidth."""
-        machine = self._machine
+        """Return the time of reads and writes at full bandwidth, while nothing computes."""
+        machine = self._machine.computing_for(0.0)
         if machine.flash_service is not None:  # its times depend on sizes: count none here
             return 0, 0
         return (
@@ -473,9 +495,9 @@ class StepPlanner:
     def _made(self, one: _Candidate, found: ReplayedStep, memory_bytes: int) -> StepPlan:
         machine = self._machine
         profile = with_algorithms(self._profile, machine, one.saved.workspace_limits)
-        own = found.update_ns if profile.device == "cpu" else 0
+        always = found if self._settled(one)[0] == machine else self._replay_on(machine, one)
         bounds = StepBounds(
-            compute=found.compute_ns + own,
+            compute=self._busy_ns(found),
             reads=found.read_ns,
             writes=found.write_ns,
             shared=machine.flash_shared,
@@ -498,7 +520,7 @@ class StepPlanner:
             weight_bytes=sum(w.nbytes for w in self._weights),
             bounds=bounds,
             replayed=found,
-            hidden_factor=_hidden_factor(found, machine),
+            hidden_factor=_hidden_factor(always, machine),  # flash is hidden: it always computes
         )
 
     def _too_little(self, memory_bytes: int) -> BudgetError:
