@@ -55,6 +55,37 @@ def test_the_bits_are_torchs_and_tiles_are_updated_before_step(settings, both):
     assert_same(ours.parameters(), theirs.parameters())
 
 
+def test_the_first_records_of_a_pass_are_read_before_their_gradients_come(both):
+    """After a step the buffers hold what was visited last, and the next backward needs that last."""
+    ours, _, a, _ = both(threads=1, tile=512)
+    pipeline, visits, read = a._penstock.pipeline, [], []
+    assert len(a._penstock.tiles) > 2 * pipeline.count
+    acquire, start_read = pipeline.acquire, pipeline.store.start_read
+
+    def visited(tile):
+        visits.append(tile.index)
+        return acquire(tile)
+
+    def reading(tile, *where):
+        read.append(tile.index)
+        return start_read(tile, *where)
+
+    pipeline.acquire, pipeline.store.start_read = visited, reading
+    for step in range(4):
+        backward(ours, step)
+        first = visits[: pipeline.count]
+        a.step()
+        a.zero_grad()
+        pipeline._settle()
+        if step > 1:
+            assert set(first) <= {*pipeline._holding}
+        visits.clear()
+        read.clear()
+    backward(ours, 4)
+    a.step()
+    assert len(read) == len(set(read))
+
+
 def test_gradients_are_accumulated_first(both):
     ours, theirs, a, b = both(accumulation=3)
     for step in range(3):

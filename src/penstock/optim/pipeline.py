@@ -5,7 +5,8 @@
     as long as a buffer is free. A buffer is freed by writing a tile that was updated in this pass; of
     those, the one that the next pass needs last. So if the next pass goes backwards, the tiles visited
     last stay: they are not written, and are updated where they are. If it goes the same way again, the
-    tiles visited first stay. With as many buffers as tiles, nothing is ever moved.
+    tiles visited first stay; those visited last are written when the next pass begins, so that buffers
+    are free for its first reads. With as many buffers as tiles, nothing is ever moved.
 
 [Note: the pipeline never deadlocks]
     A visitor holds one buffer, and waits for another only before it has one. Every other buffer is being
@@ -156,6 +157,7 @@ class TilePipeline:
         self._holding: dict[int, RecordBuffer] = {}  # by number of a tile
         self._ahead: deque[Tile] = deque()  # to read, in this order
         self._rank: Mapping[int, int] = {}
+        self._places: dict[int, int] = {}  # by number of a tile, in this pass
         self._reads: deque[Callable[[], None]] = deque()  # to submit without the lock
         self._writes: deque[Callable[[], None]] = deque()
         self._closed = False
@@ -183,6 +185,7 @@ class TilePipeline:
         with self._wake:
             self.write_failure = None  # try again
             self._ahead = deque(order)
+            self._places = {tile.index: place for place, tile in enumerate(order)}
             self._rank = rank
             self._rotating = rotating
             for buffer in self._buffers:
@@ -425,19 +428,21 @@ class TilePipeline:
         self._reads.append(partial(self._start_read, tile, buffer))
 
     def _evict(self) -> None:
-        """Write or free updated tiles as long as reads wait for room, those needed last first."""
+        """Write or free tiles as long as reads wait for room, those needed last first."""
         if self.write_failure is not None or not self._ahead:
             return
         absent = (tile for tile in self._ahead if tile.index not in self._holding)
-        waiting = sum(1 for _ in islice(absent, self.count))  # there is room for no more
+        waiting = list(islice(absent, self.count))  # there is room for no more
         rotating = [each for each in self._buffers if each.is_rotating]
         room = sum(each.phase is BufferPhase.FREE or each.leaves for each in rotating)
-        wanted = min(waiting - room, self._rotating - len(rotating))
+        wanted = min(len(waiting) - room, self._rotating - len(rotating))
         if wanted <= 0:
             return
-        done = [e for e in self._buffers if e.is_done and not e.leaves and e.is_settled]
-        done.sort(key=self._next_use, reverse=True)
-        for buffer in done[:wanted]:
+        held = [e for e in self._buffers if e.is_settled and not (e.leaves or e.is_early)]
+        held.sort(key=self._needed, reverse=True)
+        for buffer, tile in zip(held[:wanted], waiting[room:], strict=False):
+            if not buffer.is_done and self._needed(buffer)[1] < self._place(tile) + self.count:
+                break  # it will soon be visited, and need not be written before
             self._begin_eviction(buffer)
 
     def _begin_eviction(self, buffer: RecordBuffer) -> None:
@@ -456,6 +461,14 @@ class TilePipeline:
             return
         buffer.phase = BufferPhase.WRITING
         self._writes.append(partial(self._start_write, tile, buffer))
+
+    def _needed(self, buffer: RecordBuffer) -> tuple[bool, int]:
+        """Return when the tile of a buffer is visited next: in the next pass or not, and its place."""
+        assert buffer.tile is not None
+        return buffer.is_done, self._next_use(buffer) if buffer.is_done else self._place(buffer.tile)
+
+    def _place(self, tile: Tile) -> int:
+        return self._places.get(tile.index, 1 << 60)
 
     def _next_use(self, buffer: RecordBuffer) -> int:
         assert buffer.tile is not None
