@@ -54,6 +54,27 @@ def test_a_codec_pays_if_it_saves_a_tenth_of_the_way_out_and_back():
     )  # four times as fast
 
 
+@pytest.mark.parametrize(
+    ("device", "tier", "chosen"),
+    [
+        ("cpu", "host", True),
+        ("cuda", "host", False),
+        ("cpu", "flash", True),
+        ("cuda", "flash", True),
+    ],
+)
+def test_over_the_link_of_a_device_a_codec_must_pay_with_nothing_overlapping(device, tier, chosen):
+    """Its frames wait behind the copies of whole tensors there."""
+    profile = replace(
+        encodable(stack([64] * 4), CodecSample("c", 0.5, 1.5e9, 1.5e9)), device=device
+    )
+    assert best(profile.slots[0].codecs, MACHINE, tier) is None
+    slow = replace(MACHINE, host_write_bytes_per_s=1e9, host_read_bytes_per_s=1e9)
+    assert best(profile.slots[0].codecs, slow, tier) is None
+    found = choose(profile, slow, [(group, tier) for group in groups_of(profile)])
+    assert any(found) is chosen
+
+
 def test_the_quickest_of_those_that_pay_is_taken():
     assert best((), MACHINE, "flash") is None
     assert best((SLOW,), MACHINE, "flash") is None

@@ -465,7 +465,9 @@ class TilePipeline:
     def _needed(self, buffer: RecordBuffer) -> tuple[bool, int]:
         """Return when the tile of a buffer is visited next: in the next pass or not, and its place."""
         assert buffer.tile is not None
-        return buffer.is_done, self._next_use(buffer) if buffer.is_done else self._place(buffer.tile)
+        return buffer.is_done, self._next_use(buffer) if buffer.is_done else self._place(
+            buffer.tile
+        )
 
     def _place(self, tile: Tile) -> int:
         return self._places.get(tile.index, 1 << 60)
