@@ -449,6 +449,7 @@ class Session:
                 device_bytes=budget.limit_bytes,
                 host_bytes=stores.capacity_bytes("host"),
                 flash_bytes=stores.capacity_bytes("flash"),
+                staging_bytes=stores.staging_bytes,
             ),
             device=str(device),
             slack_bytes=stores.slack_bytes,

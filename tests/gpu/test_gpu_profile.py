@@ -5,10 +5,11 @@ import time
 
 import pytest
 import torch
-from gpu_runs import DEVICE, settings_for
+from gpu_runs import DEVICE, HOST, settings_for
 from torch import nn
 
 from offload_runs import session_in
+from penstock.core.units import MIB, parse_bytes
 from penstock.hooks.observer import PassObserver
 from penstock.runtime.cuda.link import CudaLink
 
@@ -120,6 +121,20 @@ def test_what_penstock_does_in_hooks_is_no_part_of_a_profile(disk_path, small_kn
         (one,) = session.profile.passes
     assert took_s > 12 * pause_s
     assert (one.end_ns - one.start_ns) / 1e9 < took_s / 3
+
+
+@pytest.mark.parametrize(
+    ("places", "staging_bytes"), [("flash", HOST), ("both", 512 * MIB), ("host", 0)]
+)
+def test_plans_know_how_much_memory_stages_what_goes_to_flash(
+    disk_path, small_knobs, places, staging_bytes
+):
+    model = network()
+    with session_in(disk_path, model, **settings_for(places)) as session:
+        for _ in range(2):
+            model(torch.randn(512, 256, device=DEVICE)).square().mean().backward()
+            session.step()
+        assert session.plan.budgets.staging_bytes == parse_bytes(staging_bytes, what="staging")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

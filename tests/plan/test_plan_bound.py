@@ -25,12 +25,15 @@ AMPLE = 10**12
     networks() | profiles(),
     real_machines() | machines(),
     st.floats(0.1, 1.1),
+    st.sampled_from([0.0, 0.0, 0.3, 0.6, 2.0]),
     st.randoms(use_true_random=False),
 )
 def test_no_replay_of_a_choice_is_shorter_than_its_bound_nor_than_that_of_all(
-    profile, machine, share, rng
+    profile, machine, share, staging, rng
 ):
-    budgets = Budgets(int(share * profile.peak_saved_bytes), AMPLE, AMPLE)
+    device_bytes = int(share * profile.peak_saved_bytes)
+    staging_bytes = int(staging * max(4096, profile.saved_bytes))
+    budgets = Budgets(device_bytes, AMPLE, AMPLE, staging_bytes)
     case = PlanningProblem(profile, machine, budgets)
     least_ns = min_step_ns(profile, machine, budgets)
     for _ in range(4):
@@ -64,6 +67,18 @@ def test_what_must_pass_a_channel_takes_as_long_as_that():
     assert min_step_ns(profile, machine, budgets) == pytest.approx((20 + waits_ms) * 1e6, rel=1e-6)
     all_kept = Budgets(100 * MB, AMPLE, AMPLE)
     assert min_step_ns(profile, machine, all_kept) == 20_000_000
+
+
+def test_what_staging_memory_holds_passes_only_the_link():
+    profile = stack([10] * 10, step_ms=1)
+    machine = Machine("slow", 1e8, 1e8, 0.0, 1e9, 1e9)
+    budgets = Budgets(40 * MB, 0, AMPLE, staging_bytes=20 * MB)
+    # of 60 MB 20 may be in staging memory at the end of forward; the link takes 60 ms for all of them
+    waits_ms = (400 - 9) + (400 - 10)
+    assert min_step_ns(profile, machine, budgets) == pytest.approx((20 + waits_ms) * 1e6, rel=1e-6)
+    roomy = replace(budgets, staging_bytes=60 * MB)
+    waits_ms = (60 - 9) + (60 - 10)
+    assert min_step_ns(profile, machine, roomy) == pytest.approx((20 + waits_ms) * 1e6, rel=1e-6)
 
 
 def test_what_can_be_computed_again_bounds_less():

@@ -42,11 +42,11 @@ def assert_none_is_better(profile, machine, budgets):
     real_machines(),
     st.floats(0.1, 1.1),
     st.sampled_from([0, 30 * MB, AMPLE]),
-    st.sampled_from([0, 60 * MB, AMPLE]),
+    st.sampled_from([(0, 0), (60 * MB, 0), (AMPLE, 0), (AMPLE, 25 * MB), (AMPLE, 100 * MB)]),
 )
 def test_no_policy_is_better_on_networks(profile, machine, share, host, flash):
     device = int(share * profile.peak_saved_bytes)
-    assert_none_is_better(profile, machine, Budgets(device, host, flash))
+    assert_none_is_better(profile, machine, Budgets(device, host, *flash))
 
 
 @settings(max_examples=tries(60))
@@ -73,10 +73,17 @@ def least_ns(case):
 
 
 @settings(max_examples=tries(100))
-@given(networks(), real_machines(), st.floats(0.05, 1.1), st.sampled_from([0, 30 * MB, AMPLE]))
-def test_a_plan_that_says_it_fits_does_and_none_else(profile, machine, share, host):
+@given(
+    networks(),
+    real_machines(),
+    st.floats(0.05, 1.1),
+    st.sampled_from([0, 30 * MB, AMPLE]),
+    st.sampled_from([0, 0, 25 * MB, 100 * MB]),
+)
+def test_a_plan_that_says_it_fits_does_and_none_else(profile, machine, share, host, staging):
     device = int(share * profile.peak_saved_bytes)
-    for name, (plan, found) in replayed(profile, machine, Budgets(device, host, AMPLE)).items():
+    budgets = Budgets(device, host, AMPLE, staging)
+    for name, (plan, found) in replayed(profile, machine, budgets).items():
         assert plan.feasible == found.feasible, name
         assert (peak_bytes(profile, plan, machine) <= device) == plan.feasible, name
 

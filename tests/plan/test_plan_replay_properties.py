@@ -47,7 +47,8 @@ def plans(draw, profile, *, encoded=True):
     if draw(st.booleans()):
         order = draw(st.permutations(order))
     window = draw(st.integers(0, 3000) | st.just(AMPLE))
-    budgets = Budgets(device, draw(st.sampled_from([0, 10**5])), 10**6)
+    staging = draw(st.sampled_from([0, 0, 4096, 3 * 4096, 10**6]))
+    budgets = Budgets(device, draw(st.sampled_from([0, 10**5])), 10**6, staging)
     return Plan("any", budgets, tuple(decisions), tuple(order), window)
 
 

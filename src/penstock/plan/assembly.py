@@ -46,7 +46,11 @@ def assemble(
             reasons.append(explanation.why_offloaded(group, case.machine, tier, samples.get(g)))
         else:
             reasons.append(
-                explanation.why_recomputed(makers[g]) if g in makers else why_kept(group)
+                explanation.why_recomputed(makers[g])
+                if g in makers
+                else explanation.why_not_staged(case)
+                if g in case.too_long and case.lacks([])
+                else why_kept(group)
             )
     mask, segments, need = case.mask(choice), case.segments(choice), case.residency(choice)
     on_flash = [g for g, tier in zip(case.groups, choice.tiers, strict=True) if tier == "flash"]
@@ -59,8 +63,7 @@ def assemble(
             *explanation.notes_on_compression(case, choice.tiers, samples),
             *explanation.notes_on_workspaces(case),
             *explanation.notes_on_waits(
-                case.profile,
-                case.machine,
+                case,
                 mask_of(case.profile, on_flash),
                 _by_slot(case, samples),
             ),

@@ -4,10 +4,11 @@
     Consider one moment. Of the bytes that would be on the device then if everything stayed, those that
     do not fit have been written or dropped. Written bytes had to pass the channels between their save and
     that moment, and must pass them again before backward's last need; dropped bytes must be recomputed in
-    between. Waits before the moment, and waits and recomputation after it, do not overlap, so they add
-    up. Everything else is ignored: latencies, the order of needs, the memory that a module takes while it
-    is recomputed. So no plan is better than the bound, and few reach it. A step of several passes has no
-    bound: their moments may overlap.
+    between. If there is staging memory, all of them pass the link, but as many as that holds need not
+    have been written to flash by then, nor are they read from there. Waits before the moment, and waits
+    and recomputation after it, do not overlap, so they add up. Everything else is ignored: latencies, the
+    order of needs, the memory that a module takes while it is recomputed. So no plan is better than the
+    bound, and few reach it. A step of several passes has no bound: their moments may overlap.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Final
 
 import numpy as np
 
-from penstock.plan.machine import Machine
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.profile import Profile
 from penstock.plan.residency import Residents
@@ -34,6 +34,8 @@ class TierRates:
     flash: float
     over_link: bool
     """True if bytes to flash pass the host's link as well."""
+    staged_bytes: float = 0.0
+    """Bytes to flash that pass only the link: they may be in staging memory."""
 
     def took_ns(self, nbytes: float, host_bytes: float, flash_bytes: float) -> float:
         """Return the least time in ns to move ``nbytes``, with at most so many of them per tier."""
@@ -44,20 +46,25 @@ class TierRates:
         both = self.host if self.over_link else self.host + self.flash
         took_s = max(
             nbytes / both,
-            (nbytes - host_bytes) / self.flash,
+            (nbytes - host_bytes - self.staged_bytes) / self.flash,
             (nbytes - flash_bytes) / self.host,
         )
         return took_s * 1e9
 
 
-def rates(machine: Machine) -> tuple[TierRates, TierRates]:
-    """Return the rates of writing and of reading."""
+def rates(case: PlanningProblem, ratio: float) -> tuple[TierRates, TierRates]:
+    """Return the rates of writing and of reading, if bytes move by this compression ratio."""
+    machine, staging_bytes = case.machine, case.budgets.staging_bytes
+    over_link = machine.flash_over_link or staging_bytes > 0
+    staged_bytes = staging_bytes / ratio if ratio else NEVER_NS
     return (
         TierRates(
-            machine.host_write_bytes_per_s, machine.flash_write_bytes_per_s, machine.flash_over_link
+            *(machine.host_write_bytes_per_s, machine.flash_write_bytes_per_s),
+            *(over_link, staged_bytes),
         ),
         TierRates(
-            machine.host_read_bytes_per_s, machine.flash_read_bytes_per_s, machine.flash_over_link
+            *(machine.host_read_bytes_per_s, machine.flash_read_bytes_per_s),
+            *(over_link, staged_bytes),
         ),
     )
 
@@ -83,8 +90,8 @@ class PeakMoment:
 
     def took_ns(self, again_bytes: int, again_ns: float, case: PlanningProblem) -> float:
         """Return the least time of waits and recomputation if ``again_bytes`` take ``again_ns`` again."""
-        out, back = rates(case.machine)
         ratio, budgets = self.ratio, case.budgets
+        out, back = rates(case, ratio)
         room = [
             one / ratio if ratio else NEVER_NS for one in (budgets.host_bytes, budgets.flash_bytes)
         ]

@@ -77,7 +77,7 @@ class _Walk:
         on_flash = np.cumsum(gone * self._on_flash()[steps.slot[:turn]])
         every = np.cumsum(gone)
         room = self._room[:turn]
-        took = _took_ns(rates(self.case.machine)[0], every - room, every - on_flash, on_flash)
+        took = _took_ns(rates(self.case, self.ratio)[0], every - room, every - on_flash, on_flash)
         took = took * self.ratio - (steps.at_ns[:turn] - steps.at_ns[int(np.argmax(gone > 0))])
         return float(np.max(took, initial=0.0, where=save & (every > np.maximum(room, 0))))
 
@@ -96,7 +96,7 @@ class _Walk:
         ]
         every, on_flash = (np.cumsum(one) for one in sizes)
         room = max(0, int(self._room[turn]))
-        took = _took_ns(rates(self.case.machine)[1], every - room, every - on_flash, on_flash)
+        took = _took_ns(rates(self.case, self.ratio)[1], every - room, every - on_flash, on_flash)
         took = took * self.ratio - (steps.at_ns[turn:] - steps.at_ns[turn])
         later = again_ns - (np.cumsum(self._again_ns()) - self._again_ns())[turn:]
         return max(again_ns, float(np.max(took + later, where=sizes[0] > 0, initial=0.0)))
@@ -117,6 +117,9 @@ def _took_ns(rates: TierRates, nbytes: Integers, host: Integers, flash: Integers
     """Vectorized ``TierRates.took_ns``."""
     both = rates.host if rates.over_link else rates.host + rates.flash
     took_s = np.maximum(
-        nbytes / both, np.maximum((nbytes - host) / rates.flash, (nbytes - flash) / rates.host)
+        nbytes / both,
+        np.maximum(
+            (nbytes - host - rates.staged_bytes) / rates.flash, (nbytes - flash) / rates.host
+        ),
     )
     return np.where(nbytes > 0, took_s * 1e9, 0.0)

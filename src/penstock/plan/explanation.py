@@ -31,6 +31,11 @@ def why_kept(group: SlotGroup) -> str:
     return f"tail of forward; needed {format_duration(group.idle_ns / 1e9)} after it was saved"
 
 
+def why_not_staged(case: PlanningProblem) -> str:
+    """Return the reason for keeping a group that is too long to go to flash."""
+    return f"longer than the staging memory of {format_bytes(case.budgets.staging_bytes)}"
+
+
 def why_no_room(case: PlanningProblem) -> str:
     """Return the reason for keeping a group that no tier has room for."""
     return (
@@ -141,10 +146,12 @@ def notes_on_workspaces(case: PlanningProblem) -> list[str]:
     ]
 
 
-def notes_on_waits(
-    profile: Profile, machine: Machine, on_flash: Mask, codecs: SlotCodecs
-) -> list[str]:
-    """Return notes on passes in which flash takes longer than the network, the worst per direction."""
+def notes_on_waits(case: PlanningProblem, on_flash: Mask, codecs: SlotCodecs) -> list[str]:
+    """Return notes on passes in which flash takes longer than the network, the worst per direction.
+
+    What staging memory may hold at the end of forward need not pass flash.
+    """
+    profile, staged_bytes = case.profile, case.budgets.staging_bytes
     worst = {"write": (0.0, ""), "read": (0.0, "")}
     for one in profile.passes:
         out = [
@@ -156,11 +163,12 @@ def notes_on_waits(
         if not out:
             continue
         forward_s, backward_s = windows_s(one, min(profile.slots[i].saved_at_ns for i in out))
-        write, read = machine.bytes_per_s("flash")
-        for op, took_s, network_s, phase in (
-            ("write", _moved_bytes(profile, out, codecs) / write, forward_s, "forward"),
-            ("read", _moved_bytes(profile, back, codecs) / read, backward_s, "backward"),
+        write, read = case.machine.bytes_per_s("flash")
+        for op, moved, bytes_per_s, network_s, phase in (
+            ("write", _moved_bytes(profile, out, codecs), write, forward_s, "forward"),
+            ("read", _moved_bytes(profile, back, codecs), read, backward_s, "backward"),
         ):
+            took_s = max(0, moved - staged_bytes) / bytes_per_s
             text = (
                 f"flash is slower than {phase}: it takes {format_duration(took_s)} to {op} what"
                 f" {phase} has {format_duration(network_s)} for"

@@ -30,6 +30,8 @@ class SlotGroup:
     nbytes: int
     """Most unencoded bytes of them that can be in a tier at once, in whole pages, as tiers hold them. See
     [Note: a tier's room is counted before encoding] (placement.py)."""
+    longest_bytes: int
+    """Most unencoded bytes of one of them, in whole pages."""
     idle_ns: int | None
     """Shortest time from save to need among them; None: none was ever needed."""
     held_elsewhere: bool
@@ -62,15 +64,18 @@ def need_order(profile: Profile, needs: Sequence[int] | None = None) -> tuple[Sl
 def _group(profile: Profile, indices: list[int], overlap: int) -> SlotGroup:
     slots = [profile.slots[i] for i in indices]
     per_pass: dict[int, int] = {}
+    longest = 0
     for slot in slots:
         worst_bytes = slot.key.nbytes + (FRAME_HEADER_BYTES if slot.codecs else 0)
         pages_bytes = round_up(worst_bytes, PAGE_BYTES)
         per_pass[slot.pass_index] = per_pass.get(slot.pass_index, 0) + pages_bytes
+        longest = max(longest, pages_bytes)
     idle = [slot.idle_ns for slot in slots if slot.idle_ns is not None]
     return SlotGroup(
         key=slots[0].key,
         indices=tuple(indices),
         nbytes=max(per_pass.values()) * min(overlap, len(per_pass)),
+        longest_bytes=longest,
         idle_ns=min(idle) if idle else None,
         held_elsewhere=any(slot.held_elsewhere for slot in slots),
         codecs=_shared_codecs(slots),

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError, PlanError
-from penstock.core.files import parse_json, parse_toml, read_text
+from penstock.core.files import parse_toml, read_text
 from penstock.plan import serial
+from penstock.plan.serial import MAY_BE_OMITTED
 from penstock.plan.service import Service
 
 VERSION = 2
 _PRESETS: Final = "penstock.plan.machines"
 _WORK: Final = ("write_work_s", "write_work_s_per_byte", "read_work_s", "read_work_s_per_byte")
 _ALONE: Final = ("flash_write_alone_bytes_per_s", "flash_read_alone_bytes_per_s")
-_OPTIONAL: Final[Mapping[str, object]] = {
-    **dict.fromkeys((*_WORK, *_ALONE), 0.0),
-    "flash_service": None,
-}
-"""Defaults of a machine's fields that a file may omit."""
-_OPTIONAL_COMPUTE: Final[Mapping[str, object]] = {"cudnn": 4, "processors": 0}
-"""Defaults of the fields of ``compute`` that a file may omit."""
+_FEWEST: Final = {"cudnn": 4, "processors": 0}
+"""Least values of the whole numbers of ``Compute``."""
 _MEMORIES: Final = ("device_bytes", "host_bytes", "flash_bytes")
 _NOT_NUMBERS: Final = ("name", "compute", "sources", "flash_service")
 _ZERO_OR_MORE: Final = ("flash_latency_s", "interference", *_MEMORIES, *_WORK, *_ALONE)
@@ -48,25 +43,25 @@ class Compute:
     memory_bytes_per_s: float
     operator_s: float
     """Least time of any operator: its launch."""
-    cudnn: int = 4
+    cudnn: int = field(default=4, metadata=MAY_BE_OMITTED)
     """Major version of cuDNN, which determines the convolution algorithms available."""
-    processors: int = 0
+    processors: int = field(default=0, metadata=MAY_BE_OMITTED)
     """Multiprocessors, each of which computes one tile of a product at a time; 0: not known."""
 
     def __post_init__(self) -> None:
-        for name, fewest in (("cudnn", 4), ("processors", 0)):
+        for name, fewest in _FEWEST.items():
             if getattr(self, name) < fewest:
                 value = getattr(self, name)
                 raise ConfigError(f"compute: {name} is {value}, it must be {fewest} or more")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in _OPTIONAL_COMPUTE:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in _FEWEST:
                 continue
-            low = value < 0 or (value == 0 and field.name != "operator_s")
-            if not math.isfinite(value) or low or (field.name == "efficiency" and value > 1):
+            low = value < 0 or (value == 0 and one.name != "operator_s")
+            if not math.isfinite(value) or low or (one.name == "efficiency" and value > 1):
                 least = {"operator_s": "zero or more", "efficiency": "over 0 and at most 1"}
                 raise ConfigError(
-                    f"compute: {field.name} is {value}, it must be {least.get(field.name, 'positive')}"
+                    f"compute: {one.name} is {value}, it must be {least.get(one.name, 'positive')}"
                 )
 
 
@@ -95,37 +90,37 @@ class Machine:
     """True if flash shares the link that the host tier uses."""
     interference: float = 0.0
     """Fraction by which compute is slower while bytes move: on a CPU both need memory and cores."""
-    write_work_s: float = 0.0
+    write_work_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
     """Compute time lost per write to a tier: the runtime's own work, in the training thread and others,
     beyond ``interference``. 0 if the device computes on meanwhile. The same holds for the next three."""
-    write_work_s_per_byte: float = 0.0
+    write_work_s_per_byte: float = field(default=0.0, metadata=MAY_BE_OMITTED)
     """Additional compute time lost per byte written."""
-    read_work_s: float = 0.0
-    read_work_s_per_byte: float = 0.0
-    flash_write_alone_bytes_per_s: float = 0.0
+    read_work_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
+    read_work_s_per_byte: float = field(default=0.0, metadata=MAY_BE_OMITTED)
+    flash_write_alone_bytes_per_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
     """Bandwidth of flash while nothing computes; 0: not known, so the same. Likewise for the next."""
-    flash_read_alone_bytes_per_s: float = 0.0
+    flash_read_alone_bytes_per_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
     sources: tuple[str, ...] = ()
     """Sources of the figures."""
-    flash_service: Service | None = None
+    flash_service: Service | None = field(default=None, metadata=MAY_BE_OMITTED)
     """Times of flash transfers by their size, from a simulated drive; None: use the bandwidths and the
     latency."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value: Any = getattr(self, field.name)
-            if field.name in _NOT_NUMBERS or isinstance(value, bool):
+        for one in fields(self):
+            value: Any = getattr(self, one.name)
+            if one.name in _NOT_NUMBERS or isinstance(value, bool):
                 continue
             is_number = isinstance(value, Real)
             if not is_number:
                 raise ConfigError(
-                    f"machine {self.name!r}: {field.name} is {value!r}, it must be a number"
+                    f"machine {self.name!r}: {one.name} is {value!r}, it must be a number"
                 )
-            least = "zero or more" if field.name in _ZERO_OR_MORE else "positive"
+            least = "zero or more" if one.name in _ZERO_OR_MORE else "positive"
             low = value < 0 or (least == "positive" and value == 0)
             if low or not abs(value) < math.inf:
                 raise ConfigError(
-                    f"machine {self.name!r}: {field.name} is {value}, it must be {least}"
+                    f"machine {self.name!r}: {one.name} is {value}, it must be {least}"
                 )
 
     def bytes_per_s(self, tier: str) -> tuple[float, float]:
@@ -212,9 +207,7 @@ class Machine:
     @staticmethod
     def from_json(text: str, *, source: str = "") -> Machine:
         """Parse ``to_json``'s text. Raises PlanError naming ``source`` and the field at fault."""
-        return serial.load(
-            Machine, _completed(text), kind="machine", version=VERSION, source=source
-        )
+        return serial.load(Machine, text, kind="machine", version=VERSION, source=source)
 
     def to_toml(self) -> str:
         """Return one TOML document, in bytes, seconds and bytes per second."""
@@ -271,19 +264,6 @@ class Machine:
         return tuple(sorted(name.stem for name in names if name.suffix == ".toml"))
 
 
-def _completed(text: str) -> str:
-    """Add omitted fields to a machine's JSON; text that is not a JSON object is returned as it is."""
-    try:
-        data = parse_json(text)
-    except ValueError:
-        return text
-    if not isinstance(data, dict):
-        return text
-    if isinstance(data.get("compute"), dict):
-        data["compute"] = {**_OPTIONAL_COMPUTE, **data["compute"]}
-    return json.dumps({**_OPTIONAL, **data})
-
-
 def _toml(value: object) -> str:
     """Format a value as TOML: strings as JSON does, except U+007F, and without surrogates."""
     if isinstance(value, list):
@@ -303,9 +283,16 @@ class Budgets:
     """Capacity of the host tier; 0 if there is none."""
     flash_bytes: int = 0
     """Capacity of the flash tier; 0 if there is none."""
+    staging_bytes: int = field(default=0, metadata=MAY_BE_OMITTED)
+    """Pinned host memory through which everything to and from flash passes, as on CUDA; 0: nothing is
+    staged. A slot's device memory is free once it is copied there, and the write to flash goes on."""
+
+    def stages(self, nbytes: int) -> bool:
+        """Return True if a slot that takes so many bytes in whole pages can pass on its way to flash."""
+        return not self.staging_bytes or nbytes <= self.staging_bytes
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value: Any = getattr(self, field.name)
+        for one in fields(self):
+            value: Any = getattr(self, one.name)
             if value < 0:
-                raise ConfigError(f"{field.name} is {value}; a budget cannot be negative")
+                raise ConfigError(f"{one.name} is {value}; a budget cannot be negative")

@@ -13,6 +13,9 @@
     deviate before the runtime samples again and makes a new plan. A slot without room then goes to
     another tier, or stays on the device, as it would have without codecs.
 
+    A slot that is longer than the staging memory does not go to flash (``may_go``), only to host memory:
+    it might pass when it is encoded, but that is known too late.
+
     The search of ``auto`` may also give one tier more unencoded bytes than it holds if another tier has
     room for those that turn out not to fit: then only time is at stake (``rooms_for``).
 """
@@ -46,6 +49,11 @@ def least_bytes(group: SlotGroup) -> int:
     return min((packed_bytes(group, sample) for sample in group.codecs), default=group.nbytes)
 
 
+def may_go(group: SlotGroup, tier: str, budgets: Budgets) -> bool:
+    """Return True unless slots of a group, unencoded, are too long to be staged on their way to flash."""
+    return tier != "flash" or budgets.stages(group.longest_bytes)
+
+
 def fitting(
     ranked: Iterable[int], groups: Sequence[SlotGroup], budgets: Budgets, *, encoded: bool = False
 ) -> list[int]:
@@ -57,12 +65,17 @@ def fitting(
         budgets: The tiers' capacities.
         encoded: Append the groups that fit only if they and the others are encoded.
     """
-    room = budgets.host_bytes + budgets.flash_bytes
+    room, host = budgets.host_bytes + budgets.flash_bytes, budgets.host_bytes
     found, left = [], []
     for g in ranked:
-        if groups[g].nbytes <= room:
+        nbytes = groups[g].nbytes
+        if not may_go(groups[g], "flash", budgets):
+            if nbytes > min(host, room):
+                continue
+            host -= nbytes
+        if nbytes <= room:
             found.append(g)
-            room -= groups[g].nbytes
+            room -= nbytes
         else:
             left.append(g)
     if encoded and left:
@@ -78,9 +91,10 @@ def fitting(
 def place(chosen: list[SlotGroup], budgets: Budgets) -> list[str]:
     """Return the tier of each group: ``"host"``, ``"flash"``, or ``""`` if neither has room.
 
-    Groups that are needed soonest go to the host tier, which is quicker, until it is full. Of the rest,
-    the first in ``chosen`` have precedence. If not all fit unencoded, they are placed by their encoded
-    sizes if more of them fit that way; ``packed`` then chooses which must be encoded.
+    Groups that cannot go to flash, and then those that are needed soonest, go to the host tier, which is
+    quicker, until it is full. Of the rest, the first in ``chosen`` have precedence. If not all fit
+    unencoded, they are placed by their encoded sizes if more of them fit that way; ``packed`` then
+    chooses which must be encoded.
     """
     raw = _place(chosen, [group.nbytes for group in chosen], budgets)
     if all(raw):
@@ -180,12 +194,13 @@ def _placed_bytes(chosen: list[SlotGroup], tiers: list[str]) -> int:
 def _place(chosen: list[SlotGroup], sizes: list[int], budgets: Budgets) -> list[str]:
     tiers = [""] * len(chosen)
     room = budgets.host_bytes
-    for i in sorted(range(len(chosen)), key=lambda i: (_idle(chosen[i]), i)):
+    free = [may_go(group, "flash", budgets) for group in chosen]
+    for i in sorted(range(len(chosen)), key=lambda i: (free[i], _idle(chosen[i]), i)):
         if sizes[i] <= room:
             tiers[i], room = "host", room - sizes[i]
     room = budgets.flash_bytes
     for i, nbytes in enumerate(sizes):
-        if not tiers[i] and nbytes <= room:
+        if not tiers[i] and nbytes <= room and free[i]:
             tiers[i], room = "flash", room - nbytes
     return tiers
 

@@ -14,7 +14,7 @@ from penstock.plan.encoding import best
 from penstock.plan.groups import SlotGroup, need_order
 from penstock.plan.layers import Layer, layers_of
 from penstock.plan.machine import Budgets, Machine
-from penstock.plan.placement import least_bytes
+from penstock.plan.placement import least_bytes, may_go
 from penstock.plan.profile import CodecSample, Profile
 from penstock.plan.recompute import RecomputeChoices
 from penstock.plan.residency import RECOMPUTED, Mask, ResidencyModel, Segment, residency
@@ -116,8 +116,26 @@ class PlanningProblem:
 
     @cached_property
     def movable(self) -> frozenset[int]:
-        """Groups whose offloading frees something: nothing else keeps them alive."""
-        return frozenset(g for g, group in enumerate(self.groups) if not group.held_elsewhere)
+        """Groups that can be moved, and that nothing else keeps alive, so that offloading frees them."""
+        return frozenset(
+            g
+            for g, group in enumerate(self.groups)
+            if not group.held_elsewhere and g not in self.too_long
+        )
+
+    @cached_property
+    def too_long(self) -> frozenset[int]:
+        """Groups that cannot be staged on their way to flash, nor be in host memory."""
+        host_bytes = self.budgets.host_bytes
+        return frozenset(
+            g
+            for g, group in enumerate(self.groups)
+            if not self.may_go(g, "flash") and group.nbytes > host_bytes
+        )
+
+    def may_go(self, g: int, tier: str) -> bool:
+        """Return True unless the slots of a group are too long to be staged on their way to a tier."""
+        return may_go(self.groups[g], tier, self.budgets)
 
     @property
     def main_tier(self) -> str:

@@ -29,6 +29,8 @@ _REPLAY_OVERHEAD_SLOTS: Final = 40
 """Fixed cost of a replay, in slots."""
 _ENCODED_REPLAY_FACTOR: Final = 3
 """Cost of a replay with encoded slots relative to one without."""
+_STAGED_REPLAY_FACTOR: Final = 2
+"""Cost of a replay with staging memory relative to one without."""
 _BOUNDS_PER_REPLAY: Final = 16
 """Number of choices that can be rejected without a replay in the time of one replay."""
 _CHOICES_PER_REPLAY: Final = 4
@@ -170,7 +172,8 @@ class Search:
         plan = draft(case, choice)
         found = replay(case.given, plan, case.machine)
         encoded = plan.encoded_bytes != plan.offloaded_bytes
-        self._work -= self._size * (_ENCODED_REPLAY_FACTOR if encoded else 1)
+        cost = self._size * (_ENCODED_REPLAY_FACTOR if encoded else 1)
+        self._work -= cost * (_STAGED_REPLAY_FACTOR if case.budgets.staging_bytes else 1)
         return (False, found.step_ns, moved) if found.feasible else (True, hard_bytes, moved)
 
 
@@ -222,6 +225,8 @@ def _swap(case: PlanningProblem, choice: Choice, *, g: int, h: int) -> Choice | 
 def _placed(case: PlanningProblem, choice: Choice, changes: dict[int, str]) -> Choice | None:
     """Move groups to other tiers, if those have room. Groups that were encoded may no longer be."""
     tiers = list(choice.tiers)
+    if not all(case.may_go(g, tier) for g, tier in changes.items()):
+        return None
     for g, tier in changes.items():
         tiers[g] = tier
     if tuple(tiers) == choice.tiers or case.dropped(choice).intersection(changes):

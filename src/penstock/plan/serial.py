@@ -1,5 +1,7 @@
 """Strict conversion of frozen dataclasses to JSON and back: unknown or missing fields are errors.
 
+A field with the metadata ``MAY_BE_OMITTED``, which an older document does not have, gets its default.
+
 It supports ``int``, ``float``, ``bool``, ``str``, string enums, ``X | None``, ``tuple[X, ...]`` and
 dataclasses of these. A document carries its kind and version beside its fields.
 """
@@ -11,12 +13,15 @@ import enum
 import json
 import math
 import types
-from typing import TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from typing import Final, TypeVar, get_args, get_origin, get_type_hints
 
 from penstock.core.errors import PenstockError, PlanError
 from penstock.core.files import parse_json
 
 T = TypeVar("T")
+MAY_BE_OMITTED: Final[Mapping[str, object]] = {"may be omitted": True}
+"""Metadata of a dataclass field, which needs a default."""
 
 
 def dump(kind: str, version: int, value: object) -> str:
@@ -114,9 +119,9 @@ def _decode_fields(cls: type[T], data: dict[str, object], where: str) -> T:
         if name not in hints:
             raise PlanError(f"{where}: unknown field {name!r}; known are {', '.join(hints)}")
     for name in hints:
-        if name not in data:
+        if name not in data and name not in _omittable[cls]:
             raise PlanError(f"{where}: field {name!r} is missing")
-    return cls(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in hints})
+    return cls(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in data})
 
 
 def _hints(cls: type) -> dict[str, type]:
@@ -125,7 +130,11 @@ def _hints(cls: type) -> dict[str, type]:
         hints = get_type_hints(cls)
         found = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
         _known[cls] = found
+        _omittable[cls] = {
+            f.name for f in dataclasses.fields(cls) if MAY_BE_OMITTED.items() <= f.metadata.items()
+        }
     return found
 
 
 _known: dict[type, dict[str, type]] = {}
+_omittable: dict[type, set[str]] = {}

@@ -170,6 +170,11 @@ class Stores:
         tier = self.tiers.get(name)
         return 0 if tier is None else tier.spec.capacity_bytes
 
+    @property
+    def staging_bytes(self) -> int:
+        """Pinned memory that everything to and from flash passes; 0: nothing is staged."""
+        return 0 if self._accelerator is None else self._accelerator.staging_bytes
+
     def measure(self, meeting: Meeting | None = None) -> Machine:
         """The bandwidths of these tiers, measured now, at once with the ranks of a meeting."""
         together = Meeting() if meeting is None else meeting

@@ -27,7 +27,6 @@ from operator import itemgetter
 from typing import Final
 
 from penstock.plan.assembly import policy_of
-from penstock.plan.machine import Budgets
 from penstock.plan.placement import first_true, fitting
 from penstock.plan.problem import Choice, PlanningProblem
 
@@ -51,9 +50,9 @@ class _Scheduler:
         self._case = case
         self._tier = tier
         groups = case.groups
-        room = case.budgets.flash_bytes if tier == "flash" else case.budgets.host_bytes
         large = (g for g in sorted(case.movable) if groups[g].key.nbytes > MIN_BYTES)
-        self._candidates = fitting(large, groups, Budgets(0, flash_bytes=room))
+        rooms = case.budgets if tier == "host" else replace(case.budgets, host_bytes=0)
+        self._candidates = fitting(large, groups, rooms)
         self.samples = {g: case.best_samples[g] for g in self._candidates}
 
     def schedule(self) -> list[int]:

@@ -51,7 +51,7 @@ def spread(
         ends = {
             tier: busy_s[tier] + cost_s(group.key.nbytes, machine, tier, None)
             for tier in room
-            if group.nbytes <= room[tier] and g not in dropped
+            if group.nbytes <= room[tier] and case.may_go(g, tier) and g not in dropped
         }
         if ends:
             tier = min(ends, key=lambda one: (ends[one], one == "flash"))
@@ -93,11 +93,11 @@ def _paced(
         group = case.groups[g]
         saved_s = case.profile.slots[group.indices[0]].saved_at_ns / 1e9
         end_s = max(free_s, saved_s) + case.machine.write_s(group.key.nbytes)
-        tier = "flash" if end_s - saved_s <= limit_s else "host"
+        tier = "flash" if end_s - saved_s <= limit_s and case.may_go(g, "flash") else "host"
         if group.nbytes > room[tier]:
             full = full or tier == "host"
             tier = "host" if tier == "flash" else "flash"
-        if group.nbytes <= room[tier]:
+        if group.nbytes <= room[tier] and case.may_go(g, tier):
             tiers[g] = tier
             room[tier] -= group.nbytes
             free_s = end_s if tier == "flash" else free_s

@@ -33,7 +33,7 @@ def offload_maps(case: PlanningProblem, wanted: list[int]) -> Choice:
     tier, room = _tier(case)
     tiers: dict[int, str] = {}
     for g in sorted(case.movable.intersection(wanted)):
-        if case.groups[g].nbytes <= room:
+        if case.groups[g].nbytes <= room and case.may_go(g, tier):
             tiers[g] = tier
             room -= case.groups[g].nbytes
     choice = case.offload(tiers)

@@ -9,7 +9,8 @@ written, prefetched in the plan's order of need, waited for, used and freed, as 
 4. :mod:`.recompute`: the modules that are recomputed, and the time that takes.
 5. :mod:`.joins`: vDNN's rule, for plans that ask for it.
 6. :mod:`.walk`: compute, and the device's memory.
-7. :mod:`.result`: step time, waits by cause, bytes, and on demand the timelines (:mod:`.timeline`).
+7. :mod:`.staging`, :mod:`.staged_walk`: the way to flash through pinned host memory, on CUDA.
+8. :mod:`.result`: step time, waits by cause, bytes, and on demand the timelines (:mod:`.timeline`).
 """
 
 from penstock.plan.replay.replay import replay

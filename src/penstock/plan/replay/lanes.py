@@ -26,7 +26,8 @@ CANCELLED: Final = -2
 """Placeholder for the end of a job that must not begin any more."""
 DECODE, READ, WRITE, ENCODE = range(4)
 """Kinds of lanes, by precedence."""
-_NEVER: Final = 1 << 200
+NEVER: Final = 1 << 200
+"""Time of what cannot begin, as far as is known."""
 
 
 class ReplayChannel:
@@ -99,7 +100,7 @@ class ReplayLane:
             queue.appendleft((at_ns, slot))
 
     def next_ns(self) -> int:
-        """Return the time when the next job can begin; ``_NEVER`` if there is none."""
+        """Return the time when the next job can begin; ``NEVER`` if there is none."""
         queue, done = self.queue, self.done
         while queue:
             at_ns, slot = queue[0]
@@ -110,7 +111,7 @@ class ReplayLane:
             for channel, _ in self._uses:
                 at_ns = max(at_ns, channel.free_ns)
             return at_ns
-        return _NEVER
+        return NEVER
 
     def begin(self, at_ns: int) -> None:
         """Begin the next job."""
@@ -187,8 +188,8 @@ class ReplayLanes:
             first.begin(turn[0])
 
     def next_ns(self) -> int:
-        """Return the time when the next job of any lane can begin; ``_NEVER`` if there is none."""
-        return min((lane.next_ns() for lane in self._lanes), default=_NEVER)
+        """Return the time when the next job of any lane can begin; ``NEVER`` if there is none."""
+        return min((lane.next_ns() for lane in self._lanes), default=NEVER)
 
     def end_of(self, slot: int, done: Sequence[int]) -> int:
         """Return the end of a queued job, assuming that nothing is added until then."""
@@ -231,8 +232,8 @@ class LaneEnds:
                 for lane, seen in zip(self._those, self._seen, strict=True)
                 if seen < len(lane.log)
             ]
-            end_ns = min(ends, default=_NEVER)
+            end_ns = min(ends, default=NEVER)
             begin_ns = self._lanes.next_ns()
             if begin_ns >= end_ns:
-                return None if end_ns == _NEVER else end_ns
+                return None if end_ns == NEVER else end_ns
             self._lanes.advance(begin_ns)

@@ -8,7 +8,7 @@ from typing import Final
 
 from penstock.core.units import round_up
 from penstock.plan.groups import PAGE_BYTES
-from penstock.plan.machine import Machine
+from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import CodecSample, Profile, SlotProfile
 from penstock.plan.replay.lanes import (
@@ -21,6 +21,7 @@ from penstock.plan.replay.lanes import (
     ReplayLane,
     ReplayLanes,
 )
+from penstock.plan.replay.staging import StagedLanes, staged_lanes
 from penstock.plan.residency import OFFLOADED, RECOMPUTED
 
 HOST: Final = 0
@@ -33,7 +34,7 @@ class Moves:
     """Action, bytes and times per slot of the profile; 0 where nothing moves."""
 
     action: bytearray
-    """KEPT, OFFLOADED or RECOMPUTED."""
+    """KEPT, OFFLOADED or RECOMPUTED. What cannot be staged is kept."""
     tier: bytearray
     """HOST or FLASH for offloaded slots."""
     not_before: dict[int, int]
@@ -70,28 +71,39 @@ def moves_of(profile: Profile, plan: Plan, machine: Machine) -> Moves:
         if decision.action is Action.RECOMPUTE:
             moves.action[i] = RECOMPUTED
         else:
-            _offload(moves, i, profile.slots[i], decision, machine)
+            _offload(moves, i, profile.slots[i], decision, machine, budgets=plan.budgets)
     return moves
 
 
-def _offload(moves: Moves, i: int, slot: SlotProfile, decision: Decision, machine: Machine) -> None:
-    nbytes = moved = slot.key.nbytes
+def _offload(
+    moves: Moves,
+    i: int,
+    slot: SlotProfile,
+    decision: Decision,
+    machine: Machine,
+    *,
+    budgets: Budgets,
+) -> None:
+    nbytes = slot.key.nbytes
     sample = _sample(slot, decision)
+    moved = nbytes if sample is None else sample.encoded_bytes(nbytes)
+    tier = TIERS[decision.tier]
+    held = round_up(moved, PAGE_BYTES)
+    if tier == FLASH and not budgets.stages(held):
+        return  # the runtime keeps it
     if sample is not None:
-        moved = sample.encoded_bytes(nbytes)
         moves.encode_ns[i] = round(sample.encode_s(nbytes) * 1e9)
         moves.decode_ns[i] = round(sample.decode_s(nbytes) * 1e9)
-    tier = TIERS[decision.tier]
     moves.action[i] = OFFLOADED
     moves.tier[i] = tier
     moves.moved_bytes[i] = moved
-    moves.held_bytes[i] = round_up(moved, PAGE_BYTES)
+    moves.held_bytes[i] = held
     moves.write_work_ns[i] = machine.write_work_ns(moved)
     moves.read_work_ns[i] = machine.read_work_ns(moved)
     if tier == FLASH:
         moves.flash_out_ns[i] = round(machine.flash_busy_s(moved, writing=True) * 1e9)
         moves.flash_in_ns[i] = round(machine.flash_busy_s(moved, writing=False) * 1e9)
-    if tier == HOST or machine.flash_over_link:
+    if tier == HOST or machine.flash_over_link or budgets.staging_bytes:
         moves.link_out_ns[i] = round(moved / machine.host_write_bytes_per_s * 1e9)
         moves.link_in_ns[i] = round(moved / machine.host_read_bytes_per_s * 1e9)
     if decision.prefetch_at is not None:
@@ -110,27 +122,46 @@ class Channels:
 
     lanes: ReplayLanes
     out: dict[int, ReplayLane]
-    """Write lanes by tier. A slot that is encoded goes to ``encode`` first."""
+    """Write lanes by tier; memory is free at the ends of their jobs. A slot that is encoded goes to
+    ``encode`` first."""
     back: dict[int, ReplayLane]
     encode: ReplayLane | None
     decode: ReplayLane | None
     written: list[int]
-    """End of the write, by slot; NOT_YET or CANCELLED before it has begun."""
+    """End of the write, or of the copy to staging memory, by slot; NOT_YET or CANCELLED before it has
+    begun."""
     arrived: list[int]
     """End of the last read and its decoding, by slot; NOT_YET before."""
     update_in: ReplayLane | None = None
     """Reads of an update: then comes its arithmetic, then its write; all ends are in ``written``."""
     update: ReplayLane | None = None
+    staged: StagedLanes | None = None
+    """Lanes between device and flash if there is staging memory, ``out`` and ``back`` among them."""
+
+    @property
+    def to_tier(self) -> dict[int, ReplayLane]:
+        """Lanes that end in each tier."""
+        return self.out if self.staged is None else {**self.out, FLASH: self.staged.to_flash}
+
+    @property
+    def to_device(self) -> dict[int, ReplayLane]:
+        """Lanes that end on the device, by tier, decoding aside."""
+        return self.back if self.staged is None else {**self.back, FLASH: self.staged.to_device}
 
 
 def channels_of(
-    moves: Moves, machine: Machine, *, update_ns: Sequence[int] | None = None
+    moves: Moves,
+    machine: Machine,
+    *,
+    staging_bytes: int = 0,
+    update_ns: Sequence[int] | None = None,
 ) -> Channels:
     """Create the lanes that the moves need, all of them idle.
 
     Args:
         moves: The moves.
         machine: The channels' speeds.
+        staging_bytes: Memory through which everything to and from flash passes; 0: nothing is staged.
         update_ns: Time of an optimizer's arithmetic, by slot; None: nothing is updated. What is updated
             is read from and written to flash as ``moves`` says.
     """
@@ -147,8 +178,11 @@ def channels_of(
     flash_in = flash_out if machine.flash_shared else ReplayChannel()
     together = coded or update_ns is not None or (FLASH in tiers and machine.flash_shared)
     together = together or (len(tiers) == 2 and machine.flash_over_link)
+    stages = FLASH in tiers and staging_bytes > 0
+    together = together or stages
     out: dict[int, ReplayLane] = {}
     back: dict[int, ReplayLane] = {}
+    staged: StagedLanes | None = None
     decode = (
         ReplayLane((codec, moves.decode_ns), precedence=DECODE, done=arrived) if coded else None
     )
@@ -167,6 +201,21 @@ def channels_of(
             if not machine.flash_over_link:
                 del out_uses[0], in_uses[0]
             update_uses, update_latency_ns = [*in_uses], latency_ns
+        if tier == FLASH and stages:
+            staged = staged_lanes(
+                staging_bytes,
+                moves.held_bytes,
+                link_out=(link_out, moves.link_out_ns),
+                link_in=(link_in, moves.link_in_ns),
+                flash_out=(flash_out, moves.flash_out_ns),
+                flash_in=(flash_in, moves.flash_in_ns),
+                written=written,
+                arrived=arrived,
+                latency_ns=latency_ns,
+                to_decode=to_decode,
+            )
+            out[tier], back[tier] = staged.out, staged.back
+            continue
         if not together:
             out_uses, in_uses = _merged(out_uses), _merged(in_uses)
         out[tier] = ReplayLane(*out_uses, precedence=WRITE, done=written, latency_ns=latency_ns)
@@ -189,9 +238,12 @@ def channels_of(
             latency_ns=update_latency_ns,
             then=[update] * count,
         )
-    ordered = (decode, update, *back.values(), update_in, *out.values(), encode)
+    beyond = () if staged is None else (staged.to_device, staged.to_flash)
+    ordered = (decode, update, *back.values(), update_in, *beyond, *out.values(), encode)
     lanes = ReplayLanes([lane for lane in ordered if lane is not None], together=together)
-    return Channels(lanes, out, back, encode, decode, written, arrived, update_in, update)
+    if staged is not None:
+        staged.back.lanes = lanes
+    return Channels(lanes, out, back, encode, decode, written, arrived, update_in, update, staged)
 
 
 def _merged(uses: list[tuple[ReplayChannel, list[int]]]) -> list[tuple[ReplayChannel, list[int]]]:

@@ -12,6 +12,7 @@ from penstock.plan.replay.lanes import ReplayLane
 from penstock.plan.replay.moves import FLASH, HOST, Channels, Moves, channels_of, moves_of
 from penstock.plan.replay.recompute import recomputed_segments
 from penstock.plan.replay.result import Replayed, TierUse
+from penstock.plan.replay.staged_walk import StagedWalk
 from penstock.plan.replay.timeline import average_bytes, trace_of
 from penstock.plan.replay.walk import Walk
 
@@ -32,9 +33,11 @@ def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = Fals
     ideal_ns = end_ns - begin_ns
     profile = with_algorithms(profile, machine, plan.workspace_limits)
     moves = moves_of(profile, plan, machine)
-    channels = channels_of(moves, machine)
+    channels = channels_of(moves, machine, staging_bytes=plan.budgets.staging_bytes)
     segments = recomputed_segments(profile, plan, moves.action)
-    walk = Walk(profile, plan, moves, channels, segments, interference=machine.interference)
+    walk = (Walk if channels.staged is None else StagedWalk)(
+        profile, plan, moves, channels, segments, interference=machine.interference
+    )
     walk.run()
     capacity = (plan.budgets.host_bytes, plan.budgets.flash_bytes)
     host, flash = (_tier_use(walk, moves, channels, tier) for tier in (HOST, FLASH))
@@ -52,12 +55,13 @@ def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = Fals
         host=host,
         flash=flash,
         link_out_ns=_busy_ns(channels.out.values(), moves.link_out_ns),
-        link_in_ns=_busy_ns(channels.back.values(), moves.link_in_ns),
-        flash_write_ns=_busy_ns(channels.out.values(), moves.flash_out_ns),
+        link_in_ns=_busy_ns(channels.to_device.values(), moves.link_in_ns),
+        flash_write_ns=_busy_ns(channels.to_tier.values(), moves.flash_out_ns),
         flash_read_ns=_busy_ns(channels.back.values(), moves.flash_in_ns),
         codec_ns=_busy_ns([channels.encode], moves.encode_ns)
         + _busy_ns([channels.decode], moves.decode_ns),
         forwarded_bytes=walk.forwarded_bytes,
+        staging_peak_bytes=0 if channels.staged is None else channels.staged.room.peak_bytes,
         feasible=walk.held.peak_bytes <= plan.budgets.device_bytes
         and all(peak <= room for peak, room in zip(walk.held.tier_peak, capacity, strict=True)),
         trace=trace_of(profile, walk, moves, channels) if trace else None,
@@ -69,7 +73,7 @@ def _tier_use(walk: Walk, moves: Moves, channels: Channels, tier: int) -> TierUs
         return TierUse()
     moved = moves.moved_bytes
     return TierUse(
-        written_bytes=sum(moved[i] for _, i in channels.out[tier].log),
+        written_bytes=sum(moved[i] for _, i in channels.to_tier[tier].log),
         read_bytes=sum(moved[i] for _, i in channels.back[tier].log),
         peak_bytes=walk.held.tier_peak[tier],
     )

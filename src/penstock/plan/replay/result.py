@@ -41,7 +41,7 @@ class Trace:
     """Timelines of one step, for plots."""
 
     memory: Mapping[str, tuple[Level, ...]]
-    """Bytes over time in ``"device"``, ``"host"`` and ``"flash"``."""
+    """Bytes over time in ``"device"``, ``"host"`` and ``"flash"``; in ``"staging"`` if there is any."""
     busy: Mapping[str, tuple[Interval, ...]]
     """Busy intervals of ``"compute"``, ``"link_out"``, ``"link_in"``, ``"flash_write"``,
     ``"flash_read"`` and ``"codec"``. A transfer between device and flash occupies the link as well if
@@ -92,9 +92,12 @@ class Replayed:
     codec_ns: int
     """Time of encoding and decoding."""
     forwarded_bytes: int
-    """Bytes of slots that were needed before they had been written, so they stayed."""
+    """Bytes of slots that were needed before they had been written, so they stayed, or were copied back
+    from staging memory."""
     feasible: bool
     """True if the device budget and the tiers' capacities are kept."""
+    staging_peak_bytes: int = 0
+    """Most bytes of staging memory in use at once."""
     trace: Trace | None = None
 
     @property

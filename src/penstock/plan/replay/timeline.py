@@ -38,18 +38,23 @@ def trace_of(profile: Profile, walk: Walk, moves: Moves, channels: Channels) -> 
     device = [*((when, nbytes) for when, _, nbytes in walk.held.changes), *_changes(beside)]
     host, flash = walk.held.tier_changes
     out, back = channels.out.values(), channels.back.values()
+    staging: dict[str, tuple[Level, ...]] = {}
+    if channels.staged is not None:
+        channels.staged.room.close()
+        staging["staging"] = _levels(channels.staged.room.changes)
     return Trace(
         residences=tuple(sorted(_residences(walk, moves))),
         memory={
             "device": _levels(device),
             "host": _levels(host),
             "flash": _levels(flash),
+            **staging,
         },
         busy={
             "compute": _between(walk.stalls, walk.now_ns),
             "link_out": _intervals(out, moves.link_out_ns),
-            "link_in": _intervals(back, moves.link_in_ns),
-            "flash_write": _intervals(out, moves.flash_out_ns),
+            "link_in": _intervals(channels.to_device.values(), moves.link_in_ns),
+            "flash_write": _intervals(channels.to_tier.values(), moves.flash_out_ns),
             "flash_read": _intervals(back, moves.flash_in_ns),
             "codec": _merged(
                 *_intervals([channels.encode], moves.encode_ns),

@@ -51,6 +51,7 @@ class Accelerator:
     Attributes:
         link: To the devices.
         timer: Of the session's device, and of others as they appear.
+        staging_bytes: Memory that everything to and from flash passes; 0: none.
     """
 
     def __init__(self, device: torch.device, *, budget: Account, recorder: Recorder) -> None:
@@ -66,6 +67,7 @@ class Accelerator:
         self._device = device
         self._budget = budget
         self._recorder = recorder
+        self.staging_bytes = 0
         self._mover: CudaMover | None = None
         self._codec_speeds = CodecSpeeds()
 
@@ -123,13 +125,14 @@ class Accelerator:
                 slabs[name] = Slab(
                     nbytes, link=self.link, device=self._device, budget=host, name=name
                 )
-            tier = slabs.get("host tier")
+            tier, staging = slabs.get("host tier"), slabs.get("staging")
+            self.staging_bytes = 0 if staging is None else staging.capacity_bytes
             self._mover = (DirectMover if direct else CudaMover)(
                 device=self._device,
                 budget=self._budget,
                 recorder=self._recorder,
                 link=self.link,
-                staging=slabs.get("staging"),
+                staging=staging,
                 host=tier,
             )
         except BaseException:
