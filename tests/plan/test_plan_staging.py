@@ -23,6 +23,7 @@ from penstock.plan import (
 )
 from penstock.plan.min_budget import hard_bytes, min_budget
 from penstock.plan.replay import TierUse, replay
+from penstock.runtime.codec_choice import codecs_pay
 from tries import tries
 
 AMPLE = 10**12
@@ -143,6 +144,18 @@ def test_codecs_stand_before_the_copy_out_and_behind_the_copy_in():
     assert found.trace.busy["link_in"] == ((50 * MS, 51_250_000),)
     assert found.trace.busy["codec"] == ((0, 10 * MS), (51_250_000, 56_250_000))
     assert found.staging_peak_bytes == half
+
+
+def test_no_slow_codec_relieves_flash_of_what_staging_memory_holds():
+    slow = CodecSample("half", 0.5, 0.25e9, 0.25e9)  # 40 ms each way, as long as flash
+    profile = encodable(stack([10] * 8), slow)
+
+    def encoded(staging_bytes):
+        plan = policies.get("all")(profile, SLOW, Budgets(AMPLE, 0, AMPLE, staging_bytes))
+        assert codecs_pay(plan, profile, SLOW, plan.budgets) == (staging_bytes < 80 * MB)
+        return sum(bool(one.codec) for one in plan.decisions)
+
+    assert encoded(0) > encoded(40 * MB) > encoded(8 * PAGES) == 0
 
 
 def test_a_slot_that_is_longer_than_the_staging_memory_is_kept():

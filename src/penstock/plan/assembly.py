@@ -161,7 +161,8 @@ def samples_of(case: PlanningProblem, choice: Choice) -> Mapping[int, CodecSampl
     if known is None:
         gone = [g for g, tier in enumerate(choice.tiers) if tier]
         placed = [(case.groups[g], choice.tiers[g]) for g in gone]
-        chosen = zip(gone, choose(case.profile, case.machine, placed), strict=True)
+        best = choose(case.profile, case.machine, placed, case.budgets.staging_bytes)
+        chosen = zip(gone, best, strict=True)
         quick = {g: sample for g, sample in chosen if sample is not None}
         known = packed(case.groups, choice.tiers, quick, case.budgets)
         case.encodings[choice.tiers] = known

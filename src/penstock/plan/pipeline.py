@@ -16,6 +16,9 @@ wait there for all copies that were enqueued before them, on whichever stream, s
 copying do not overlap: on an H100 a step of ResNet-50 took 0.80 s, instead of the 0.50 s foretold, with
 codecs chosen by the second rule, and 0.48 s without.
 
+What staging memory holds when forward ends need not pass flash, neither way: flash is counted as busy for
+the other bytes only.
+
 FlashNeuron (FAST 2021) has a phase 2 of the same purpose: if transfers do not fit in the forward pass,
 compressible tensors are offloaded in place of others, until they fit. It assumes ratios and ignores
 reads; here ratios, the encoder and both directions are measured. The policy chooses which slots are
@@ -48,11 +51,18 @@ _ENCODER: Final = 1
 _CHANNEL: Final = {"flash": 2, "host": 3}
 
 
-def choose(profile: Profile, machine: Machine, placed: Placed) -> Codecs:
-    """Choose the codec of each offloaded group. Pure."""
+def choose(profile: Profile, machine: Machine, placed: Placed, staging_bytes: int = 0) -> Codecs:
+    """Choose the codec of each offloaded group. Pure.
+
+    Args:
+        profile: The step.
+        machine: The tiers' speeds.
+        placed: The offloaded groups with their tiers.
+        staging_bytes: Memory on the way to flash; what it holds when forward ends need not pass flash.
+    """
     codecs: Codecs = [None] * len(placed)
     candidates = _candidates(machine, placed, on_device=profile.device != "cpu")
-    busy = _busy(profile, machine, placed, codecs) if candidates else {}
+    busy = _busy(profile, machine, placed, codecs, staging_bytes) if candidates else {}
     for i, sample, pays_alone in candidates:
         after = _encoded(profile, machine, placed[i], sample, busy)
         gain_s = sum(max(busy[phase]) - max(one) for phase, one in after.items())
@@ -63,7 +73,9 @@ def choose(profile: Profile, machine: Machine, placed: Placed) -> Codecs:
     return codecs
 
 
-def channel_bound(profile: Profile, machine: Machine, offloaded: Placed) -> bool:
+def channel_bound(
+    profile: Profile, machine: Machine, offloaded: Placed, staging_bytes: int = 0
+) -> bool:
     """Return True if unencoded transfers keep a channel busy about as long as the network, or longer.
 
     If not, they overlap with compute entirely and codecs gain nothing, so sampling them is not worth it.
@@ -72,8 +84,9 @@ def channel_bound(profile: Profile, machine: Machine, offloaded: Placed) -> bool
         profile: The step.
         machine: The tiers' speeds.
         offloaded: The offloaded groups with their tiers.
+        staging_bytes: Memory on the way to flash.
     """
-    busy = _busy(profile, machine, offloaded, [None] * len(offloaded))
+    busy = _busy(profile, machine, offloaded, [None] * len(offloaded), staging_bytes)
     return any(max(one[2:]) > (1 - MARGIN) * one[_NETWORK] for one in busy.values())
 
 
@@ -102,9 +115,16 @@ def _candidates(
 
 
 def _busy(
-    profile: Profile, machine: Machine, placed: Placed, codecs: Codecs
+    profile: Profile,
+    machine: Machine,
+    placed: Placed,
+    codecs: Codecs,
+    staging_bytes: int = 0,
 ) -> dict[_Phase, _Busy]:
-    """Return how busy each stage is in each phase of each pass that offloads anything."""
+    """Return how busy each stage is in each phase of each pass that offloads anything.
+
+    Flash is less than idle where staging memory could hold more.
+    """
     busy: dict[_Phase, _Busy] = {}
     first_ns: dict[int, int] = {}
     for (group, tier), sample in zip(placed, codecs, strict=True):
@@ -123,9 +143,12 @@ def _busy(
             first_ns[index] = min(first_ns.get(index, slot.saved_at_ns), slot.saved_at_ns)
     for one in profile.passes:
         windows = windows_s(one, first_ns.get(one.index, 0))
-        for direction, window_s in zip((_FORWARD, _BACKWARD), windows, strict=True):
+        speeds = machine.bytes_per_s("flash")
+        phases = zip((_FORWARD, _BACKWARD), windows, speeds, strict=True)
+        for direction, window_s, bytes_per_s in phases:
             if (one.index, direction) in busy:
                 busy[one.index, direction][_NETWORK] = window_s
+                busy[one.index, direction][_CHANNEL["flash"]] -= staging_bytes / bytes_per_s
     return busy
 
 

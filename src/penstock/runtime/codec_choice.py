@@ -168,7 +168,8 @@ def codecs_pay(plan: Plan, profile: Profile, machine: Machine, budgets: Budgets)
     """
     from penstock.plan.pipeline import channel_bound  # noqa: PLC0415  (only once there is a plan)
 
-    return channel_bound(profile, machine, _placed(profile, plan)) or _is_tight(
+    placed = _placed(profile, plan)
+    return channel_bound(profile, machine, placed, budgets.staging_bytes) or _is_tight(
         profile, plan, budgets
     )
 
