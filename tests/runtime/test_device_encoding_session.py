@@ -80,7 +80,7 @@ def test_codecs_are_chosen_by_what_they_were_measured_to_do(link, disk_path):
 def test_codecs_that_are_slow_on_the_device_are_not_chosen(link, disk_path, monkeypatch):
     """The same step; only what the events tell is another."""
     monkeypatch.setattr(link, "elapsed_ns", lambda start, end: 10**13)
-    with_us, session = run(disk_path, steps=4, codec="auto", machine=SLOW)
+    with_us, session = run(disk_path, steps=4, codec="auto", machine=SLOW, host_memory=MORE_HOST)
     with_us.assert_same_bits(trained(4)[0])
     assert was_sampled(session)
     assert not encoded_bytes(session)

@@ -10,6 +10,7 @@ from penstock.core.config import UNLIMITED
 from penstock.core.errors import BudgetError, ConfigError, PlanError
 from penstock.core.units import MIB
 from penstock.plan import Action, Budgets, Decision, Plan, policies
+from penstock.plan.replay import replay
 from penstock.runtime import codec_choice, planner, profiling
 from penstock.runtime.loader_demand import Loaders
 from penstock.runtime.orders import PassRecord, SlotOutcome
@@ -360,7 +361,25 @@ def test_a_pass_is_sampled_when_codecs_could_win_and_are_not_known(passes, looke
     assert looks(planning, passes) == looked
     assert planning.reasons() == reasons
     encoded = [bool(each.codec) for each in planning.orders.plan.decisions]
-    assert all(encoded) if passes[-1].ratio else not any(encoded)
+    many = len(passes[-1].names) > len(SAME.names)  # nearly all are needed before they are written
+    assert not any(encoded) if many or not passes[-1].ratio else all(encoded)
+
+
+def test_a_plan_has_no_codecs_if_it_is_foretold_to_be_quicker_without():
+    """By a replay, which knows what is forwarded; codecs are chosen by how busy the channels are."""
+    planning = Planning(machine=SLOW, codec="auto")
+    looks(planning, [MANY] * 3)
+    request = planning.orders.request
+    with_codecs = request._ask(
+        request.profile, request.machine, request.budgets, name=request.policy
+    )
+    assert any(each.codec for each in with_codecs.decisions)
+    times = [
+        replay(request.profile, each, request.machine).step_ns
+        for each in (planning.orders.plan, with_codecs)
+    ]
+    assert times[0] < 0.7 * times[1]
+    assert not any(each.codec for each in planning.orders.plan.decisions)
 
 
 NOT_SAMPLED = {

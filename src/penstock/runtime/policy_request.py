@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,8 +39,23 @@ class PolicyRequest:
     """Scratch memory of codecs, which is left out of ``budgets`` already."""
 
     def plan(self) -> Plan:
-        """Return the policy's plan, under the rules for what is recomputed."""
-        return self._ask(self.profile, self.machine, self.budgets, name=self.policy)
+        """Return the policy's plan, under the rules for what is recomputed.
+
+        Without codecs if that is foretold to be quicker.
+        """
+        plan = self._ask(self.profile, self.machine, self.budgets, name=self.policy)
+        if not any(decision.codec for decision in plan.decisions):
+            return plan
+        request = self.without_codecs()
+        raw = request._ask(request.profile, self.machine, self.budgets, name=self.policy)
+        return raw if self._step_ns(raw) < self._step_ns(plan) else plan
+
+    def _step_ns(self, plan: Plan) -> float:
+        """Return the time of a step under a plan; without end if it exceeds a budget."""
+        from penstock.plan.replay import replay  # noqa: PLC0415  (only once there is a plan)
+
+        found = replay(self.profile, plan, self.machine)
+        return found.step_ns if found.feasible else math.inf
 
     def without_codecs(self) -> PolicyRequest:
         """Return the request as if no codec had been tried."""
