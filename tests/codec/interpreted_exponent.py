@@ -28,7 +28,7 @@ def inputs(dtype, random):
     for count in (0, 1, BLOCK - 1, BLOCK, BLOCK + 1):
         for _, source in sources(dtype, count * size + (count % 3 and size - 1), seed=count):
             yield source
-    for _, source in sources(dtype, (5 * BLOCK + 3) * size + 1):
+    for _, source in sources(dtype, (3 * BLOCK + 3) * size + 1):
         yield source
     for positive in (False, True):
         words = blocks_of_every_kind(dtype, positive, random)
@@ -169,7 +169,7 @@ def changed_meanwhile(dtype):
 
 def memory_is_as_said(dtype, random):
     """By what is allocated, and without the allowance for headers."""
-    source = with_zeros(dtype, (60 * BLOCK + 3) * ITEMSIZE[dtype] + 1, 0.03, random)
+    source = with_zeros(dtype, (24 * BLOCK + 3) * ITEMSIZE[dtype] + 1, 0.03, random)
     memory, here = torch.from_numpy(source), torch.device("cpu")
     kernels._found["exponent", here, WORD[ITEMSIZE[dtype]]] = triton_exponent
     most = base.scratch_bytes("exponent", dtype, source.size, here) - base._SMALL_TENSORS
