@@ -10,6 +10,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,40 +64,53 @@ print(len(calls), "kernels")
 
 
 COMPILED = """
+import importlib, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from penstock.codec.device import triton_sparse
 
-VALUES = {"row": 256, "octets": 32, "rows": 4}
-POINTERS = {"bitmap": "*u8", "counts": "*i32", "starts": "*i64"}
-for word in ("*u8", "*i64"):
-    for name in ("_survey", "_compact", "_row_counts", "_expand"):
-        kernel = getattr(triton_sparse, name)
+name, word, *kernels = sys.argv[1:]
+module = importlib.import_module("penstock.codec.device." + name)
+VALUES = {"row": 256, "octets": 32, "rows": 4, "size": {"*i16": 2, "*i32": 4}.get(word)}
+POINTERS = {
+    **dict.fromkeys(["bitmap", "payload", "faults"], "*u8"),
+    **dict.fromkeys(["source", "halves", "target"], "*i16"),
+    **dict.fromkeys(["heads", "first_heads", "counts"], "*i32"),
+    **dict.fromkeys(["starts", "ends", "lengths"], "*i64"),
+    **dict.fromkeys(["words", "packed"], word),
+}
+for each in kernels:
+    kernel = getattr(module, each)
+    for architecture, number in ((80, "i64"), (90, "i32")):
         types = {
-            each: "constexpr" if each in VALUES else POINTERS.get(each)
-            or (word if each in ("words", "packed") else "i64")
-            for each in kernel.arg_names
+            name: "constexpr" if name in VALUES else POINTERS.get(name, number)
+            for name in kernel.arg_names
         }
-        values = {(i,): VALUES[each] for i, each in enumerate(types) if each in VALUES}
+        values = {(i,): VALUES[name] for i, name in enumerate(types) if name in VALUES}
         source = ASTSource(fn=kernel, signature=types, constexprs=values)
-        found = compile(source, target=GPUTarget("cuda", 80, 32))
-        assert found.asm["cubin"]
-        print(name, word)
+        assert compile(source, target=GPUTarget("cuda", architecture, 32)).asm["cubin"]
+        print(each, word, architecture)
 """
+
+KERNELS = {
+    "triton_sparse": ["_survey", "_compact", "_row_counts", "_expand"],
+    "triton_exponent": ["_survey", "_pack", "_read_heads", "_unpack"],
+}
 
 ON_THE_DEVICE = """
 import torch
 import plugin
-from penstock.codec.device import sparse
+from penstock.codec.device import exponent, sparse
 
 plugin.prepare()
 device = torch.device("cuda", torch.cuda.device_count() - 1)
-print(sparse.kernels_for(device, torch.int32) is not None, torch._C._cuda_hasPrimaryContext(0))
+found = [form.kernels_for(device, torch.int32) is not None for form in (sparse, exponent)]
+print(*found, torch._C._cuda_hasPrimaryContext(0))
 """
 
 
-def run(program, **environment):
-    command = [sys.executable, "-W", "ignore", "-c", program]
+def run(*program, **environment):
+    """Run a program, its text behind ``-c``, and return what it prints."""
+    command = [sys.executable, "-W", "ignore", *program]
     settings = {"env": os.environ | environment, "capture_output": True, "text": True}
     result = subprocess.run(command, **settings, check=False, timeout=280)
     assert result.returncode == 0, result.stderr
@@ -104,12 +118,29 @@ def run(program, **environment):
 
 
 def test_every_kernel_makes_the_bits_of_the_operators():
-    assert int(run(INTERPRETED, TRITON_INTERPRET="1").split()[0]) > 100
+    assert int(run("-c", INTERPRETED, TRITON_INTERPRET="1").split()[0]) > 100
 
 
-def test_every_kernel_compiles(tmp_path):
-    """To machine code of a GPU; that takes none."""
-    printed = run(COMPILED, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+def test_every_kernel_of_exponent_makes_the_bits_of_the_host():
+    program = Path(__file__).with_name("interpreted_exponent.py")
+    compared, refused, accepted = run(str(program), TRITON_INTERPRET="1").split()
+    assert int(compared) > 100
+    assert min(int(refused), int(accepted)) > 20
+
+
+@pytest.mark.parametrize(
+    ("module", "word"),
+    [
+        ("triton_sparse", "*u8"),
+        ("triton_sparse", "*i64"),
+        ("triton_exponent", "*i16"),
+        ("triton_exponent", "*i32"),
+    ],
+)
+def test_every_kernel_compiles(tmp_path, module, word):
+    """To machine code of two kinds of GPU; that takes none."""
+    program = "-c", COMPILED, module, word, *KERNELS[module]
+    printed = run(*program, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert len(printed.splitlines()) == 8
 
 
@@ -119,4 +150,7 @@ def test_the_emulated_device_has_kernels_only_where_they_are_interpreted(tmp_pat
     """It runs no machine code, and then the operators of torch are used."""
     settings = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": str(int(interpreted))}
     on_the_first_device = torch.cuda.device_count() == 1
-    assert run(ON_THE_DEVICE, **settings) == f"{interpreted} {on_the_first_device}\n"
+    assert (
+        run("-c", ON_THE_DEVICE, **settings)
+        == f"{interpreted} {interpreted} {on_the_first_device}\n"
+    )

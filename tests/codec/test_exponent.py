@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from codec_reference import exponent as reference
+from exponent_words import UNSIGNED, with_exponents
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from penstock.testing.codec_samples import Guarded, placed, sources
 from penstock.testing.codecs import CodecTests, decode, roundtrip
 
 BLOCK = kernels.BLOCK
-UNSIGNED = {"bfloat16": np.uint16, "float32": np.uint32}
 FOUR_BYTES = {"bfloat16": 4 + BLOCK * 3 // 2, "float32": 4 + BLOCK * 7 // 2}
 """Of a block with codes of four bits."""
 THREE_BYTES = {dtype: nbytes - BLOCK // 8 for dtype, nbytes in FOUR_BYTES.items()}
@@ -32,16 +32,6 @@ class TestExponent(CodecTests):
 def frame_of(words, dtype):
     """Encoded, decoded again and compared."""
     return roundtrip(Exponent(), placed(words.tobytes()), dtype)
-
-
-def with_exponents(exponents, dtype, seed=0):
-    """Words with these exponents, and a random sign and mantissa."""
-    random = np.random.default_rng(seed)
-    mantissa_bits = 8 * ITEMSIZE[dtype] - 9
-    words = random.integers(0, 1 << mantissa_bits, len(exponents), np.uint64)
-    words |= np.asarray(exponents, np.uint64) << np.uint64(mantissa_bits)
-    words |= random.integers(0, 2, len(exponents), np.uint64) << np.uint64(mantissa_bits + 8)
-    return words.astype(UNSIGNED[dtype])
 
 
 def exponents_of_blocks():

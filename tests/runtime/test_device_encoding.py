@@ -3,6 +3,7 @@
 import threading
 import weakref
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import torch
 from cuda_rig import HostSpec
 from lazy_device import LazyLink
 
-from penstock.codec.base import DTYPES, HEADER_BYTES
-from penstock.codec.device import FORMS
+from penstock.codec.base import DTYPES, HEADER_BYTES, ITEMSIZE
+from penstock.codec.device import FORMS, kernels
+from penstock.codec.device.words import WORD
 from penstock.codec.registry import lossless_for
 from penstock.core.errors import (
     BudgetError,
@@ -337,12 +339,29 @@ def test_no_more_frames_are_alive_than_there_are_slots(rig, monkeypatch):
 @pytest.mark.parametrize(("codec", "dtype"), LOSSLESS + LOSSY)
 def test_a_piece_keeps_to_the_scratch_memory(codec, dtype):
     scratch = scratch_of(SCRATCH, Account(2 * MIB))
-    coder = DeviceCoder(None, None, scratch, CodecSpeeds())
-    piece = scratch.piece_bytes(lambda nbytes: coder.fits(FORMS[codec].CODEC, dtype, nbytes))
+    piece = piece_bytes(scratch, codec, dtype)
     assert piece % 4096 == 0
     assert encoding.scratch_bytes(codec, dtype, piece) <= scratch.working_bytes
     assert FORMS[codec].CODEC.spec(dtype, piece).bound_bytes <= scratch.slot_bytes
     scratch.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_where_kernels_are_known_to_work_a_piece_is_as_long_as_a_slot_allows(monkeypatch, dtype):
+    scratch = scratch_of(SCRATCH, Account(2 * MIB))
+    monkeypatch.setattr(kernels, "_found", {})
+    by_operators = piece_bytes(scratch, "exponent", dtype)
+    key = "exponent", torch.device("cpu"), WORD[ITEMSIZE[dtype]]
+    monkeypatch.setitem(kernels._found, key, object())
+    assert by_operators < piece_bytes(scratch, "exponent", dtype) / 2
+    assert piece_bytes(scratch, "exponent", dtype) == scratch.slot_bytes - 4096
+    scratch.close()
+
+
+def piece_bytes(scratch, codec, dtype):
+    inner = SimpleNamespace(device=torch.device("cpu"))
+    coder = DeviceCoder(inner, None, scratch, CodecSpeeds())
+    return scratch.piece_bytes(lambda nbytes: coder.fits(FORMS[codec].CODEC, dtype, nbytes))
 
 
 def scratch_of(nbytes, budget):

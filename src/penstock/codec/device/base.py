@@ -20,7 +20,7 @@ from penstock.codec.base import (
     Header,
     read_header,
 )
-from penstock.codec.device import FORMS, SCRATCH
+from penstock.codec.device import FORMS, KERNEL_SCRATCH, SCRATCH, kernels
 from penstock.codec.device.words import as_bytes, as_type, word_type
 from penstock.core.errors import CodecError, ConfigError
 
@@ -61,11 +61,20 @@ def encode_tensor(codec_name: str, memory: Tensor, dtype: str) -> Tensor:
     return torch.cat([_pack_header(header).to(memory.device), body, tail])
 
 
-def scratch_bytes(codec_name: str, dtype: str, nbytes: int) -> int:
+def scratch_bytes(
+    codec_name: str, dtype: str, nbytes: int, device: torch.device | None = None
+) -> int:
     """Return the most device memory that encoding or decoding ``nbytes`` takes, as torch counts it.
 
     It includes the frame and the result, but not the input. The internal memory of torch's CUDA operators
-    was taken from their source: eight bytes per element where some are selected.
+    was taken from their source: eight bytes per element where some are selected. Tries no kernels, so it
+    does not wait: it is less once they were tried.
+
+    Args:
+        codec_name: One of ``FORMS``.
+        dtype: The elements' type, by torch's name.
+        nbytes: Length of the source.
+        device: Where that is; without one, by operators of torch.
 
     Raises:
         ConfigError: The codec has no device form or does not accept the dtype.
@@ -73,7 +82,14 @@ def scratch_bytes(codec_name: str, dtype: str, nbytes: int) -> int:
     form = _form(codec_name)
     if not form.CODEC.accepts(dtype):
         raise ConfigError(f"codec {codec_name} does not encode {dtype}")
-    per_element, per_byte = SCRATCH[codec_name]
+    need = SCRATCH[codec_name]
+    if (
+        device is not None
+        and codec_name in KERNEL_SCRATCH
+        and kernels.are_known_to_work(codec_name, device, word_type(dtype))
+    ):
+        need = KERNEL_SCRATCH[codec_name]
+    per_element, per_byte = need
     count = -(-nbytes // ITEMSIZE[dtype])
     return per_element * count + per_byte * nbytes + _SMALL_TENSORS
 

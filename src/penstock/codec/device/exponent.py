@@ -1,13 +1,19 @@
-"""Form of the codec ``exponent`` on the tensor's device; see [Note: format exponent]."""
+"""Form of the codec ``exponent`` on the tensor's device; see [Note: format exponent].
+
+The functions use operators of torch. On a CUDA device Triton kernels do the same, one block in each
+program, where they work (:mod:`penstock.codec.device.kernels`). Their results are identical to the last
+bit.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.codec.base import ITEMSIZE
+from penstock.codec.device import kernels as trials
 from penstock.codec.device.words import as_bytes, as_type, word_type
 from penstock.codec.exponent import Exponent
 from penstock.core.errors import CodecError
@@ -16,14 +22,101 @@ CODEC: Final = Exponent()
 BLOCK: Final = 512
 RAW, ZERO, ROTATED_3, PLAIN_3, ROTATED_4, PLAIN_4 = range(6)
 MOST: Final = 318
-_HEAD: Final = 4
-_CODES_3: Final = 192
-_CODES_4: Final = 256
+HEAD_BYTES: Final = 4
+CODES_3: Final = 192
+CODES_4: Final = 256
+"""Bytes that the codes of a block take."""
+
+
+class Kernels(Protocol):
+    """Replacements of the operators here, for a block at least. They do not wait."""
+
+    def survey(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        """Return heads, int32 ``[blocks]``, and ends of bodies, int64 ``[blocks]``, from the first on."""
+
+    def pack(self, words: Tensor, heads: Tensor, ends: Tensor, nbytes: int) -> Tensor:
+        """Return the payload, whose length is ``nbytes``."""
+
+    def unpack(self, halves: Tensor, count: int, word: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return ``count`` words, and faults, uint8 ``[blocks]``: not all 0 if the payload is damaged.
+
+        The payload is given as int16, and has room for the heads and the elements behind the last block.
+        """
 
 
 def encode(words: Tensor, dtype: str) -> Tensor | None:
+    """Encode words. Waits for the length."""
+    kernels = kernels_for(words.device, words.dtype) if words.numel() >= BLOCK else None
+    return _encoded(words) if kernels is None else _encoded_by(kernels, words)
+
+
+def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
+    """Decode blocks. Waits to check them: with kernels once, for all."""
+    word = word_type(dtype)
+    kernels = kernels_for(payload.device, word) if count >= BLOCK else None
+    return (
+        _decoded(payload, count, dtype)
+        if kernels is None
+        else _decoded_by(kernels, payload, count, word)
+    )
+
+
+# -- by kernels -----------------------------------------------------------------------------------
+
+
+def kernels_for(device: torch.device, word: torch.dtype) -> Kernels | None:
+    """Return the Triton kernels, if they work for words of that type on ``device``; tried once each."""
+    kernels: Kernels | None = trials.kernels_for("exponent", agrees, device, word)
+    return kernels
+
+
+def agrees(kernels: Kernels, device: torch.device, word: torch.dtype) -> bool:
+    """Return True if kernels and operators do the same with every kind of block, and with damage."""
+    words = _trial(word)
+    payload = _encoded(words)
+    found = _encoded_by(kernels, words.to(device))
+    if payload is None or found is None or not torch.equal(payload, found.cpu()):
+        return False
+    back = _decoded_by(kernels, found, words.numel(), word)
+    found[HEAD_BYTES * (words.numel() // BLOCK) :] = 0
+    faults = kernels.unpack(found.view(torch.int16), words.numel(), word)[1]
+    return torch.equal(words, back.cpu()) and bool(faults.any())
+
+
+def _trial(word: torch.dtype) -> Tensor:
+    """Return words: raw, zeros, three bits with and without signs, four bits likewise, and some more."""
+    mantissa_bits = 8 * word.itemsize - 9
+    places = torch.arange(6 * BLOCK + 77)
+    noise, block = (places * 2654435761) >> 7, places // BLOCK
+    exponents = (100 + noise % 8).masked_fill((places % 7 == 0) & (block // 2 == 1), 20)
+    words = (noise >> 8 & (1 << mantissa_bits) - 1) | exponents << mantissa_bits
+    words |= (places & 1 & (block % 2 == 0)) << (mantissa_bits + 8)
+    return torch.where(block == 0, noise, words).masked_fill_(block == 1, 0).to(word)
+
+
+def _encoded_by(kernels: Kernels, words: Tensor) -> Tensor | None:
+    heads, ends = kernels.survey(words)
+    tail = words.numel() % BLOCK
+    nbytes = HEAD_BYTES * heads.numel() + int(ends[-1]) + tail * words.itemsize
+    return kernels.pack(words, heads, ends, nbytes) if nbytes < words.nbytes else None
+
+
+def _decoded_by(kernels: Kernels, payload: Tensor, count: int, word: torch.dtype) -> Tensor:
+    blocks, tail = divmod(count, BLOCK)
+    if payload.numel() % 2 or payload.numel() < HEAD_BYTES * blocks + tail * word.itemsize:
+        raise _damaged(payload, blocks)
+    words, faults = kernels.unpack(as_type(payload, torch.int16), count, word)
+    if bool(faults.any()):
+        raise _damaged(payload, blocks)
+    return words
+
+
+# -- by operators ---------------------------------------------------------------------------------
+
+
+def _encoded(words: Tensor) -> Tensor | None:
     """Encode words. Waits once to know whether four bits suffice everywhere; if not, once more."""
-    size, count = ITEMSIZE[dtype], words.numel()
+    size, count = words.itemsize, words.numel()
     whole = count - count % BLOCK
     blocks = words[:whole].view(-1, BLOCK)
     work, rotated = _rotated(blocks)
@@ -40,7 +133,7 @@ def encode(words: Tensor, dtype: str) -> Tensor | None:
     heads = torch.cat([kinds[:, None], high, torch.zeros_like(high).expand(-1, 2)], 1)
     mixed = not bool((fits & (blocks != 0).any(1)).all())
     if mixed:
-        fours = torch.nn.functional.pad(fours, (0, BLOCK - _CODES_4))
+        fours = torch.nn.functional.pad(fours, (0, BLOCK - CODES_4))
     bodies = torch.cat([planes, fours], 1)
     del planes, fours
     if mixed:
@@ -49,26 +142,26 @@ def encode(words: Tensor, dtype: str) -> Tensor | None:
     return payload if payload.numel() < count * size or not count else None
 
 
-def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
+def _decoded(payload: Tensor, count: int, dtype: str) -> Tensor:
     """Decode blocks. Waits to check the heads and the exceptions."""
     size, blocks = ITEMSIZE[dtype], count // BLOCK
     tail_bytes = (count % BLOCK) * size
     words = torch.empty(count, dtype=word_type(dtype), device=payload.device)
-    if payload.numel() < _HEAD * blocks + tail_bytes:
+    if payload.numel() < HEAD_BYTES * blocks + tail_bytes:
         raise _damaged(payload, blocks)
-    heads = payload[: _HEAD * blocks].view(-1, _HEAD).to(torch.int32)
+    heads = payload[: HEAD_BYTES * blocks].view(-1, HEAD_BYTES).to(torch.int32)
     body = payload[: payload.numel() - tail_bytes]
     counts = heads[:, 2] + heads[:, 3] * 256
     lengths = _lengths(heads[:, 0], heads[:, 1], counts, size)
-    good = (lengths >= 0).all() & (lengths.sum() == body.numel() - _HEAD * blocks)
+    good = (lengths >= 0).all() & (lengths.sum() == body.numel() - HEAD_BYTES * blocks)
     if not bool(good):
         raise _damaged(payload, blocks)
     rows = words[: blocks * BLOCK].view(-1, BLOCK)
-    starts = lengths.cumsum(0) - lengths + _HEAD * blocks
+    starts = lengths.cumsum(0) - lengths + HEAD_BYTES * blocks
     for group in ([RAW], [ZERO], [ROTATED_3, PLAIN_3], [ROTATED_4, PLAIN_4]):
         mine = torch.isin(heads[:, 0], heads.new_tensor(group)).nonzero().view(-1)
         if mine.numel():
-            rows[mine] = _decoded(body, starts[mine], heads[mine], counts[mine], dtype)
+            rows[mine] = _blocks_of(body, starts[mine], heads[mine], counts[mine], dtype)
     if tail_bytes:
         words[blocks * BLOCK :] = as_type(payload[body.numel() :], word_type(dtype))
     return words
@@ -137,7 +230,7 @@ def _three_bits(threes: Tensor, tops: Tensor, counts: Tensor) -> Tensor:
     codes = torch.cat([bits, bits >> 8, bits >> 16], 1).bitwise_and_(0xFF).to(torch.uint8)
     del lanes, bits
     found = _selected(_in_lanes(tops), _in_lanes(threes) == 0)
-    room = torch.zeros_like(tops)[:, : BLOCK - _CODES_3]
+    room = torch.zeros_like(tops)[:, : BLOCK - CODES_3]
     places = torch.arange(room.size(1), device=room.device) < counts[:, None]
     return torch.cat([codes, room.masked_scatter(places, found)], 1)
 
@@ -164,22 +257,22 @@ def _lengths(kinds: Tensor, highs: Tensor, counts: Tensor, size: int) -> Tensor:
     rest = BLOCK * (size - 1)
     found = torch.full_like(kinds, -1, dtype=torch.int64)
     three = ((kinds == ROTATED_3) | (kinds == PLAIN_3)) & (counts <= MOST)
-    found = torch.where(three, rest + _CODES_3 + counts + counts % 2, found)
+    found = torch.where(three, rest + CODES_3 + counts + counts % 2, found)
     four = ((kinds == ROTATED_4) | (kinds == PLAIN_4)) & (counts == 0)
-    found.masked_fill_(four, rest + _CODES_4)
+    found.masked_fill_(four, rest + CODES_4)
     plain = (counts == 0) & (highs == 0)
     found.masked_fill_(plain & (kinds == RAW), BLOCK * size)
     return found.masked_fill_(plain & (kinds == ZERO), 0)
 
 
-def _decoded(body: Tensor, starts: Tensor, heads: Tensor, counts: Tensor, dtype: str) -> Tensor:
+def _blocks_of(body: Tensor, starts: Tensor, heads: Tensor, counts: Tensor, dtype: str) -> Tensor:
     """Decode blocks whose kinds differ at most in rotation to words ``[n, BLOCK]``. Raises CodecError."""
     size, kind = ITEMSIZE[dtype], int(heads[0, 0])
     rest = BLOCK * (size - 1)
     if kind == ZERO:
         return starts.new_zeros((starts.numel(), BLOCK), dtype=word_type(dtype))
-    length = {RAW: BLOCK * size, ROTATED_3: rest + _CODES_3, PLAIN_3: rest + _CODES_3}
-    rows = body.unfold(0, length.get(kind, rest + _CODES_4), 1).index_select(0, starts)
+    length = {RAW: BLOCK * size, ROTATED_3: rest + CODES_3, PLAIN_3: rest + CODES_3}
+    rows = body.unfold(0, length.get(kind, rest + CODES_4), 1).index_select(0, starts)
     if kind == RAW:
         return as_type(rows.view(-1), word_type(dtype)).view(-1, BLOCK)
     high = heads[:, 1:2].to(torch.uint8)

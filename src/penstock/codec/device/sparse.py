@@ -1,19 +1,18 @@
 """Bitmaps, counts of rows, and kept words: the parts of ``zero-value`` on a device.
 
 The functions use operators of torch. On a CUDA device Triton kernels do the same in one pass, where the
-operators take several, if Triton can be imported and its result for a small tensor on that device is the
-same (:func:`kernels_for`). Their results are identical to the last bit.
+operators take several, if they work there (:mod:`penstock.codec.device.kernels`). Their results are
+identical to the last bit.
 """
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
+from penstock.codec.device import kernels as trials
 from penstock.codec.device.words import in_blocks
 
 ROW: Final = 256
@@ -88,22 +87,8 @@ def expand(bitmap: Tensor, counts: Tensor, packed: Tensor, count: int) -> Tensor
 
 def kernels_for(device: torch.device, word: torch.dtype) -> Kernels | None:
     """Return the Triton kernels, if they work for words of that type on ``device``; tried once each."""
-    try:
-        return _tried(device, word) if device.type == "cuda" else None
-    except torch.OutOfMemoryError:  # tried again the next time
-        return None
-
-
-@cache
-def _tried(device: torch.device, word: torch.dtype) -> Kernels | None:
-    try:
-        kernels: Any = importlib.import_module("penstock.codec.device.triton_sparse")
-        works: Kernels | None = kernels if agrees(kernels, device, word) else None
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # noqa: BLE001  (no Triton, no compiler for it, a device that it does not know)
-        return None
-    return works
+    kernels: Kernels | None = trials.kernels_for("sparse", agrees, device, word)
+    return kernels
 
 
 def agrees(kernels: Kernels, device: torch.device, word: torch.dtype) -> bool:

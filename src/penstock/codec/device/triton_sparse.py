@@ -7,7 +7,6 @@ counts. Nothing is written twice, so the results do not depend on the order in w
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.codec.device.kernels import launch
 from penstock.codec.device.sparse import ROW
 
 _ROWS: Final = 4
@@ -136,11 +136,4 @@ def _starts(counts: Tensor) -> Tensor:
 
 def _launch(kernel: Any, counts: Tensor, *arguments: Any) -> None:
     """Run a kernel over all rows, on the current stream of their device."""
-    if counts.numel():
-        with _on(counts.device):
-            kernel[(-(-counts.numel() // _ROWS),)](*arguments, _ROWS)
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device current, because Triton launches on the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    launch(kernel, -(-counts.numel() // _ROWS), counts.device, *arguments, _ROWS)

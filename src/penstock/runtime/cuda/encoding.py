@@ -80,10 +80,9 @@ class DeviceCoder:
 
     def fits(self, codec: Codec, dtype: str, piece_bytes: int) -> bool:
         """Compare what the codec's form takes, as torch counts it."""
-        return (
-            codec.spec(dtype, piece_bytes).bound_bytes <= self._slot_bytes
-            and scratch_bytes(codec.name, dtype, piece_bytes) <= self._working_bytes
-        )
+        most = scratch_bytes(codec.name, dtype, piece_bytes, self.inner.device)
+        bound = codec.spec(dtype, piece_bytes).bound_bytes
+        return bound <= self._slot_bytes and most <= self._working_bytes
 
     def begin(self, worker: FrameWorker, job: FrameJob) -> None:
         """Submit once everything that works with the source has ended."""

@@ -106,7 +106,7 @@ class DeviceSampler:
         while names and stretch_bytes >= LEAST_STRETCH_BYTES:
             places = stretches(storage.nbytes(), stretch_bytes)
             nbytes = sum(stop - start for start, stop in places)
-            with self._charged(_room(names, dtype, nbytes)) as charged:
+            with self._charged(_room(names, dtype, nbytes, storage.device)) as charged:
                 if charged:
                     memory = bytes_of(storage)
                     row = torch.cat([memory[start:stop] for start, stop in places])
@@ -159,7 +159,7 @@ class DeviceSampler:
         """On as many bytes as there is room for, up to ``PROBE_BYTES``: the sample over and over."""
         times = max(1, PROBE_BYTES // row.numel())
         while times > 1:
-            with self._charged(_room([name], dtype, times * row.numel())) as charged:
+            with self._charged(_room([name], dtype, times * row.numel(), row.device)) as charged:
                 if charged:
                     long = row.repeat(times)
                     self._round(name, long, dtype)
@@ -177,6 +177,7 @@ class DeviceSampler:
         return (frame.numel() - HEADER_BYTES) / source, speeds
 
 
-def _room(names: list[str], dtype: str, nbytes: int) -> int:
+def _room(names: list[str], dtype: str, nbytes: int, device: torch.device) -> int:
     """Return the most bytes that a trial of codecs takes: the sample, a frame, and the codec's own."""
-    return 2 * nbytes + HEADER_BYTES + max(scratch_bytes(name, dtype, nbytes) for name in names)
+    most = max(scratch_bytes(name, dtype, nbytes, device) for name in names)
+    return 2 * nbytes + HEADER_BYTES + most
