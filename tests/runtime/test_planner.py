@@ -382,6 +382,26 @@ def test_a_plan_has_no_codecs_if_it_is_foretold_to_be_quicker_without():
     assert not any(each.codec for each in planning.orders.plan.decisions)
 
 
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+@pytest.mark.parametrize("slow", [True, False])
+def test_codecs_of_a_device_are_given_up_if_passes_take_longer_than_foretold_without(device, slow):
+    """A worker beside a network may be far slower than alone; on a CPU samples tell how fast it is."""
+    planning = Planning(machine=SLOW, codec="auto", device=device)
+    looks(planning, [SAME] * 2)
+    request = planning.orders.request
+    without_ns = int(request.step_ns(request.without_codecs().plan()))
+    encoded = lambda: any(each.codec for each in planning.orders.plan.decisions)  # noqa: E731
+    assert encoded()
+    passes = [Pass(facts={"took_ns": without_ns * (2 if slow else 1)})] * 4
+    given_up = slow and device != "cpu"
+    assert planning.run(*passes) == ["", "", "", "slow codecs" if given_up else ""]
+    assert encoded() is not given_up
+    assert looks(planning, [Pass(ratio=0.9)] * 4).count("s") == (0 if given_up else 1)
+    if given_up:
+        assert not encoded()
+        assert planning.marks("no_codecs")[0].fields["reason"].startswith("passes took longer")
+
+
 NOT_SAMPLED = {
     "flash is fast": {"machine": FAST},
     "no codec is to be chosen": {"codec": "none"},

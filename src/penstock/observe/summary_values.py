@@ -114,7 +114,7 @@ class ReplanLine:
 
     reason: str
     """Reason of the plans: ``"first"``; ``"drift"``: other slots were saved; ``"held"``: offloading freed
-    nothing; ``"sampled"``: codecs were measured; ``"observed"``: a pass showed what can be recomputed;
+    nothing; ``"sampled"``: codecs were measured; ``"slow codecs"``: they were given up; ``"observed"``: a pass showed what can be recomputed;
     ``"demand"``: data loaders need more of flash, or less; ``"memory"``: less device memory is free."""
     count: int
 

@@ -160,6 +160,7 @@ def record_of(finished: Pass) -> PassRecord:
         start_ns=finished.start_ns,
         backward_start_ns=finished.backward_start_ns,
         end_ns=finished.end_ns,
+        took_ns=finished.took_ns,
         slots=_outcomes(finished.records),
         kept_bytes=finished.kept_bytes,
         promoted=finished.promoted,

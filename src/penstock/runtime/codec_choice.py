@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -28,6 +29,10 @@ from penstock.runtime.orders import Orders, PassRecord
 from penstock.runtime.profiling import was_sampled
 from penstock.runtime.stores import LEAST_CODEC_BUDGET_BYTES
 
+TRIAL_PASSES: Final = 3
+"""Passes from which the time under a plan with codecs is told."""
+LOSS: Final = 1.1
+"""How much longer than foretold without codecs such a pass may take."""
 RATIO_DRIFT: Final = 0.15
 """Share of the encoded source bytes by which their frames may differ from what was planned."""
 MAX_SAMPLED_PASSES: Final = 32
@@ -61,6 +66,8 @@ class CodecChoice:
         self._recorder = recorder
         self._sampled_passes = 0
         self._sample_again = False
+        self._without_ns = 0
+        self._took_ns: list[int] = []
 
     @property
     def can_encode(self) -> bool:
@@ -112,9 +119,31 @@ class CodecChoice:
         if not scratch_bytes:
             self._do_without()
 
-    def _do_without(self) -> None:
+    def _do_without(self, reason: str = "no room for their scratch memory") -> None:
         self.chosen = False
-        self._recorder.mark("no_codecs", reason="no room for their scratch memory")
+        self._recorder.mark("no_codecs", reason=reason)
+
+    def expect(self, without_ns: int) -> None:
+        """Note how long a pass is foretold to take without the codecs of a new plan; 0: it has none."""
+        self._without_ns = without_ns
+        self._took_ns.clear()
+
+    def lose(self, record: PassRecord) -> bool:
+        """Return whether codecs are given up: passes take longer than foretold without them.
+
+        How fast a worker is beside a network and other transfers is known only from that.
+        """
+        if not self._without_ns or not self.chosen or record.observed or record.sampled:
+            return False
+        self._took_ns.append(record.took_ns)
+        if len(self._took_ns) <= TRIAL_PASSES:  # the first pass is the one in which code is loaded
+            return False
+        took_ns = statistics.median(self._took_ns[-TRIAL_PASSES:])
+        lost = took_ns > LOSS * self._without_ns
+        self._without_ns = 0
+        if lost:
+            self._do_without("passes took longer than foretold without them")
+        return lost
 
     def learn(self, record: PassRecord, orders: Orders) -> bool:
         """Note what a pass under these orders tells of codecs.

@@ -682,6 +682,7 @@ class Executor:
         """Record the spans of its forward and its backward, waits included."""
         span, end_ns = self._recorder.span, self._recorder.clock.now_ns()
         middle_ns = finished.backward_began_ns or end_ns
+        finished.took_ns = end_ns - finished.began_ns
         span(Stage.FORWARD, finished.began_ns, middle_ns, slot=f"pass {finished.index}")
         span(Stage.BACKWARD, middle_ns, end_ns, slot=f"pass {finished.index}")
 

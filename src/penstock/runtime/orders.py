@@ -120,6 +120,8 @@ class PassRecord:
     if none was asked for."""
     limit_bytes: int | None = None
     """New limit of the device budget; ``None`` if it is as it was."""
+    took_ns: int = 0
+    """Time that it took by the recorder's clock, with all waits."""
 
 
 # -- down -----------------------------------------------------------------------------------------

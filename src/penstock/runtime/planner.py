@@ -13,6 +13,7 @@ planned (:mod:`.profiling`), or sampled, so that codecs may be (:mod:`.codec_cho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -30,7 +31,7 @@ from penstock.plan.profile import Profile
 from penstock.runtime.codec_choice import CodecChoice, codecs_pay
 from penstock.runtime.loader_demand import Loaders
 from penstock.runtime.orders import DefaultRule, ExactKey, Orders, PassRecord
-from penstock.runtime.policy_request import PolicyRequest
+from penstock.runtime.policy_request import PolicyRequest, has_codecs
 from penstock.runtime.prefetch_tuning import improve
 from penstock.runtime.profiling import FULL_PASSES, KnownPasses, ProfilingSchedule
 from penstock.runtime.user_plan import check_tiers, note_on_budget
@@ -216,6 +217,8 @@ class Planner:
             return difference
         if sampled:
             return "sampled"
+        if self._codecs.lose(record):
+            return "slow codecs"
         like = self._known.like(record) if record.observed else None
         return "observed" if like is not None and not like.observed else ""
 
@@ -243,10 +246,14 @@ class Planner:
         self.profile = profile = self._known.profile(self._unrepeatable)
         request = self._request(profile)
         plan = request.plan()
-        if not self._codecs.scratch_bytes and any(decision.codec for decision in plan.decisions):
+        if not self._codecs.scratch_bytes and has_codecs(plan):
             self._codecs.open()
             request = self._request(profile)
             plan = (request if self._codecs.scratch_bytes else request.without_codecs()).plan()
+        if not (self._codecs.chosen or self._codecs.forced) and has_codecs(plan):
+            request = request.without_codecs()
+            plan = request.plan()
+        self._codecs.expect(self._without_codecs_ns(request, plan))
         self._codecs.pays = codecs_pay(plan, profile, self.machine, self._budgets)
         self.orders = replace(
             self._compile(plan), plan_number=self.orders.plan_number + 1, request=request
@@ -265,6 +272,15 @@ class Planner:
             device=self._settings.device,
         )
         self._foresee(profile)
+
+    def _without_codecs_ns(self, request: PolicyRequest, plan: Plan) -> int:
+        """Return the time of a pass without the codecs of a device's plan; 0 if it has none."""
+        if self._settings.device == "cpu" or len(request.profile.passes) != 1:
+            return 0
+        if not has_codecs(plan):
+            return 0
+        step_ns = request.step_ns(request.without_codecs().plan())
+        return 0 if step_ns == math.inf else int(step_ns)
 
     def _request(self, profile: Profile) -> PolicyRequest:
         settings = self._settings

@@ -44,13 +44,13 @@ class PolicyRequest:
         Without codecs if that is foretold to be quicker.
         """
         plan = self._ask(self.profile, self.machine, self.budgets, name=self.policy)
-        if not any(decision.codec for decision in plan.decisions):
+        if not has_codecs(plan):
             return plan
         request = self.without_codecs()
         raw = request._ask(request.profile, self.machine, self.budgets, name=self.policy)
-        return raw if self._step_ns(raw) < self._step_ns(plan) else plan
+        return raw if self.step_ns(raw) < self.step_ns(plan) else plan
 
-    def _step_ns(self, plan: Plan) -> float:
+    def step_ns(self, plan: Plan) -> float:
         """Return the time of a step under a plan; without end if it exceeds a budget."""
         from penstock.plan.replay import replay  # noqa: PLC0415  (only once there is a plan)
 
@@ -117,6 +117,11 @@ class PolicyRequest:
         )
         plan = policy(replace(profile, slots=slots), machine, budgets)
         return replace(plan, notes=(*plan.notes, *notes))
+
+
+def has_codecs(plan: Plan) -> bool:
+    """Return whether a plan encodes anything."""
+    return any(decision.codec for decision in plan.decisions)
 
 
 def _leaving(policy: Policy, slack_bytes: int) -> Policy:

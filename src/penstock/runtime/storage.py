@@ -375,6 +375,7 @@ class Pass:
         end_ns: When its backward was over.
         began_ns: When it began, by the recorder's clock.
         backward_began_ns: When the first of its storages was needed, by the recorder's clock.
+        took_ns: How long it took by that clock, once it has ended.
         records: Facts about each slot that is not kept, in the order of saving.
         live: Storages that are not dead and not SMALL, by their position in the pass.
         saved_count: Storages above the floor that it has saved.
@@ -401,6 +402,7 @@ class Pass:
         self.end_ns: int | None = None
         self.began_ns = began_ns
         self.backward_began_ns = 0
+        self.took_ns = 0
         self.records: list[SlotRecord] = []
         self.small_bytes = 0
         self.small_count = 0
