@@ -37,6 +37,13 @@ def patient(monkeypatch):
     monkeypatch.setattr(SavedTensorHooks, "unpack", wait_and_unpack)
 
 
+@pytest.fixture
+def little_staging(monkeypatch):
+    """Staging memory for less than what is moved, or no codec would gain anything; its bytes."""
+    monkeypatch.setattr("penstock.runtime.cuda.accelerator.LEAST_STAGING_BYTES", MIB)
+    return 5 * MIB // 2
+
+
 class Network(nn.Module):
     """Saves zeros, indices, smooth values, and views of one storage; all of it deterministic."""
 
@@ -116,8 +123,11 @@ def test_under_a_budget_it_changes_no_bit(disk_path, small_knobs):
     assert session.budget.peak_bytes <= 16 * MIB
 
 
-def test_codecs_are_chosen_by_what_they_were_measured_to_do(disk_path, small_knobs, patient):
-    settings = {"codec": "auto", "machine": SLOW, "device_memory": "64MiB", "host_memory": HOST}
+def test_codecs_are_chosen_by_what_they_were_measured_to_do(
+    disk_path, small_knobs, patient, little_staging
+):
+    settings = {"codec": "auto", "machine": SLOW, "device_memory": "64MiB"}
+    settings["host_memory"] = little_staging
     found, session = trained(disk_path, steps=5, **settings)
     found.assert_same_bits(trained(steps=5)[0])
     assert StallCause.SAMPLING in session.recorder.snapshot().stalls
@@ -127,8 +137,19 @@ def test_codecs_are_chosen_by_what_they_were_measured_to_do(disk_path, small_kno
     assert {line.codec for line in session.summary().codecs} == chosen
 
 
+def test_no_codec_is_sampled_where_staging_memory_holds_all_that_is_moved(
+    disk_path, small_knobs, patient
+):
+    settings = {"codec": "auto", "machine": SLOW, "device_memory": "64MiB", "host_memory": HOST}
+    found, session = trained(disk_path, steps=5, **settings)
+    found.assert_same_bits(trained(steps=5)[0])
+    assert session.plan.offloaded_bytes > 2 * MIB
+    assert StallCause.SAMPLING not in session.recorder.snapshot().stalls
+    assert not encoded_bytes(session)
+
+
 def test_codecs_that_prove_slow_beside_the_network_are_chosen_no_more(
-    disk_path, small_knobs, patient, monkeypatch
+    disk_path, small_knobs, patient, little_staging, monkeypatch
 ):
     limit = CodecSpeeds.limit
 
@@ -137,7 +158,8 @@ def test_codecs_that_prove_slow_beside_the_network_are_chosen_no_more(
         return achieved if achieved == args[-1] else 1.0  # bytes a second
 
     monkeypatch.setattr(CodecSpeeds, "limit", slow)
-    settings = {"codec": "auto", "machine": SLOW, "device_memory": "64MiB", "host_memory": HOST}
+    settings = {"codec": "auto", "machine": SLOW, "device_memory": "64MiB"}
+    settings["host_memory"] = little_staging
     found, session = trained(disk_path, steps=20, **settings)
     found.assert_same_bits(trained(steps=20)[0])
     assert encoded_bytes(session) > 2 * MIB
