@@ -12,7 +12,6 @@ import pytest
 import torch
 from cuda_rig import Rig, check_all_given_back, pattern_of, state_of
 from simulated_device import DEVICE, SimEvent, SimLink, io_error
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core.errors import (
     ClosedError,
@@ -687,29 +686,6 @@ def test_the_link_is_measured_without_leaving_anything_behind(rig):
     assert out == back == 64 * KIB * 1e9 / 1000
     check_all_given_back(rig)
     assert Rig(staging=0, host=0).mover.measure() == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 3 * 4096, 3 * 4096 + 1])
-def test_long_copies_go_in_pieces(monkeypatch, nbytes):
-    """So that what another stream copies need not wait for all of one."""
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.copy_.default:
-                lengths.append(args[0].numel())
-            return func(*args, **(kwargs or {}))
-
-    lengths = []
-    monkeypatch.setattr(link, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(link.CudaLink, "within", lambda self, stream: nullcontext())
-    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
-    found = torch.zeros(nbytes, dtype=torch.uint8)
-    with Count():
-        link.CudaLink().copy_out(None, source.untyped_storage(), found.data_ptr())
-    assert torch.equal(found, source)
-    assert sum(lengths) == nbytes
-    assert max(lengths) <= 4096
-    assert len(lengths) == -(-nbytes // 4096)
 
 
 def test_copies_of_pinned_memory_use_parts_of_one_tensor(monkeypatch):

@@ -114,8 +114,9 @@ class ReplanLine:
 
     reason: str
     """Reason of the plans: ``"first"``; ``"drift"``: other slots were saved; ``"held"``: offloading freed
-    nothing; ``"sampled"``: codecs were measured; ``"slow codecs"``: they were given up; ``"observed"``: a pass showed what can be recomputed;
-    ``"demand"``: data loaders need more of flash, or less; ``"memory"``: less device memory is free."""
+    nothing; ``"sampled"``: codecs were measured; ``"slow codecs"``: they were given up; ``"observed"``: a
+    pass showed what can be recomputed; ``"demand"``: data loaders need more of flash, or less;
+    ``"memory"``: less device memory is free."""
     count: int
 
 

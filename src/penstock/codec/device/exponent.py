@@ -28,7 +28,7 @@ CODES_4: Final = 256
 """Bytes that the codes of a block take."""
 
 
-class Kernels(Protocol):
+class ExponentKernels(Protocol):
     """Replacements of the operators here, for a block at least. They do not wait."""
 
     def survey(self, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,13 +64,13 @@ def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
 # -- by kernels -----------------------------------------------------------------------------------
 
 
-def kernels_for(device: torch.device, word: torch.dtype) -> Kernels | None:
+def kernels_for(device: torch.device, word: torch.dtype) -> ExponentKernels | None:
     """Return the Triton kernels, if they work for words of that type on ``device``; tried once each."""
-    kernels: Kernels | None = trials.kernels_for("exponent", agrees, device, word)
+    kernels: ExponentKernels | None = trials.kernels_for("exponent", agrees, device, word)
     return kernels
 
 
-def agrees(kernels: Kernels, device: torch.device, word: torch.dtype) -> bool:
+def agrees(kernels: ExponentKernels, device: torch.device, word: torch.dtype) -> bool:
     """Return True if kernels and operators do the same with every kind of block, and with damage."""
     words = _trial(word)
     payload = _encoded(words)
@@ -94,14 +94,14 @@ def _trial(word: torch.dtype) -> Tensor:
     return torch.where(block == 0, noise, words).masked_fill_(block == 1, 0).to(word)
 
 
-def _encoded_by(kernels: Kernels, words: Tensor) -> Tensor | None:
+def _encoded_by(kernels: ExponentKernels, words: Tensor) -> Tensor | None:
     heads, ends = kernels.survey(words)
     tail = words.numel() % BLOCK
     nbytes = HEAD_BYTES * heads.numel() + int(ends[-1]) + tail * words.itemsize
     return kernels.pack(words, heads, ends, nbytes) if nbytes < words.nbytes else None
 
 
-def _decoded_by(kernels: Kernels, payload: Tensor, count: int, word: torch.dtype) -> Tensor:
+def _decoded_by(kernels: ExponentKernels, payload: Tensor, count: int, word: torch.dtype) -> Tensor:
     blocks, tail = divmod(count, BLOCK)
     if payload.numel() % 2 or payload.numel() < HEAD_BYTES * blocks + tail * word.itemsize:
         raise _damaged(payload, blocks)

@@ -20,7 +20,7 @@ ROW: Final = 256
 _TRIAL_ELEMENTS: Final = 5 * ROW + 77
 
 
-class Kernels(Protocol):
+class SparseKernels(Protocol):
     """Replacements of the operators here; see the functions of these names."""
 
     def survey(self, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,13 +85,13 @@ def expand(bitmap: Tensor, counts: Tensor, packed: Tensor, count: int) -> Tensor
     return words.masked_scatter_(_bits_of(bitmap)[:count], packed)
 
 
-def kernels_for(device: torch.device, word: torch.dtype) -> Kernels | None:
+def kernels_for(device: torch.device, word: torch.dtype) -> SparseKernels | None:
     """Return the Triton kernels, if they work for words of that type on ``device``; tried once each."""
-    kernels: Kernels | None = trials.kernels_for("sparse", agrees, device, word)
+    kernels: SparseKernels | None = trials.kernels_for("sparse", agrees, device, word)
     return kernels
 
 
-def agrees(kernels: Kernels, device: torch.device, word: torch.dtype) -> bool:
+def agrees(kernels: SparseKernels, device: torch.device, word: torch.dtype) -> bool:
     """Return True if kernels and operators give the same results for a small row of words."""
     places = torch.arange(_TRIAL_ELEMENTS)
     words = ((places * 2654435761) >> 7).masked_fill(places % 3 == 1, 0).to(word)

@@ -33,9 +33,10 @@ Direction: TypeAlias = Literal[
     "out", "out-beyond", "in", "demand", "beyond", "fence-out", "fence-in", "digest"
 ]
 """From the device to the host, or to memory that is not pinned. Or to the device: ahead of time, or on
-demand (on a stream of its own, so that it overtakes the first), or from memory that is not pinned. Or
-what comes before and after I/O that needs no copy: the host waits for what uses the memory, or makes a
-digest."""
+demand (on a stream of its own, so that it overtakes what waits for an event; a GPU does the other copies
+of one direction in the order in which they were enqueued), or from memory that is not pinned. Or what
+comes before and after I/O that needs no copy: the host waits for what uses the memory, or makes a digest.
+"""
 _INWARDS: Final = ("in", "demand", "beyond")
 _OUTWARDS: Final = ("out", "out-beyond")
 _ALWAYS_IN_THE_THREAD: Final = ("beyond", "out-beyond", "digest")

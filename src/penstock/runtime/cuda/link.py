@@ -16,7 +16,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 
 from penstock.core import graph_captures
-from penstock.core.units import MIB
 from penstock.runtime.allowance import Allocated
 from penstock.runtime.cuda import pools
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
@@ -32,8 +31,6 @@ _PORTABLE: Final = 1
 """``cudaHostRegisterPortable``: pinned for every device, not only for the current one."""
 _MAPPED: Final = 2
 """``ACL_HOST_REG_MAPPED``, of Ascend: for memory that begins at a multiple of 4096, as slabs do."""
-PIECE_BYTES: Final = 32 * MIB
-"""Long enough to be copied at full speed, and short enough to wait for."""
 _FIGURES: Final = ("mem_get_info", "memory_reserved", "memory_stats_as_nested_dict")
 """Functions of torch's module for a kind of device that tell of memory."""
 
@@ -181,15 +178,8 @@ class CudaLink:
         self._copy(stream, bytes_of(target), self._host_bytes(address, target.nbytes()))
 
     def _copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy in pieces, because what another stream copies meanwhile has to wait for one to end."""
-        nbytes = target.numel()
         with self.within(stream):
-            if nbytes <= PIECE_BYTES:
-                target.copy_(source, non_blocking=True)
-                return
-            for begin in range(0, nbytes, PIECE_BYTES):
-                piece = slice(begin, begin + PIECE_BYTES)
-                target[piece].copy_(source[piece], non_blocking=True)
+            target.copy_(source, non_blocking=True)
 
     def _host_bytes(self, address: int, nbytes: int) -> torch.Tensor:
         """Host memory as a tensor that does not own it."""
