@@ -81,6 +81,9 @@ def test_what_finds_no_room_waits_on_the_device_until_a_buffer_is_free():
     # slot 1 is needed at 40, while it waits: it stays, and is never copied
     assert short.link_out_ns == 2_500_000
     assert short.forwarded_bytes >= 10 * MB
+    assert short.flash.peak_bytes == PAGES
+    tight = staged(stack([10, 10, 1]), flash(0, 1), PAGES, budgets=Budgets(AMPLE, 0, PAGES))
+    assert not replay(stack([10, 10, 1]), tight, SLOW).feasible  # it was promised room on flash
 
 
 def test_what_is_needed_while_it_is_staged_is_neither_written_nor_read():

@@ -63,7 +63,7 @@ def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = Fals
         forwarded_bytes=walk.forwarded_bytes,
         staging_peak_bytes=0 if channels.staged is None else channels.staged.room.peak_bytes,
         feasible=walk.held.peak_bytes <= plan.budgets.device_bytes
-        and all(peak <= room for peak, room in zip(walk.held.tier_peak, capacity, strict=True)),
+        and all(peak <= room for peak, room in zip(walk.promised_bytes, capacity, strict=True)),
         trace=trace_of(profile, walk, moves, channels) if trace else None,
     )
 

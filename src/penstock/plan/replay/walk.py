@@ -146,6 +146,11 @@ class Walk:
         self.computed_ns = end - begin
         self._settle(self.now_ns)
 
+    @property
+    def promised_bytes(self) -> Sequence[int]:
+        """Most bytes, by tier, for which there must be room."""
+        return self.held.tier_peak
+
     def _events(self) -> Sequence[tuple[int, int, int]]:
         """Return (time in ns, event, slot) of the whole step, in order."""
         steps = with_drops(self._profile, self._segments)
