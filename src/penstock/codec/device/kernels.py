@@ -15,7 +15,7 @@ import torch
 
 _Key = tuple[str, torch.device, torch.dtype]
 _found: Final[dict[_Key, Any]] = {}
-"""What was tried: the module, or ``None`` where its kernels do not work."""
+"""Modules that were tried, or ``None`` where their kernels do not work."""
 
 
 def kernels_for(

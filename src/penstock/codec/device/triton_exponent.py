@@ -256,7 +256,7 @@ def _unpack(
 
 
 def survey(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Return heads and ends; see ``exponent.Kernels``."""
+    """Return heads and ends; see ``exponent.ExponentKernels``."""
     blocks, device = words.numel() // exponent.BLOCK, words.device
     heads = torch.empty(blocks, dtype=torch.int32, device=device)
     lengths = torch.empty(blocks, dtype=torch.int64, device=device)
@@ -266,7 +266,7 @@ def survey(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(words: Tensor, heads: Tensor, ends: Tensor, nbytes: int) -> Tensor:
-    """Return the payload; see ``exponent.Kernels``."""
+    """Return the payload; see ``exponent.ExponentKernels``."""
     n, blocks = words.numel(), heads.numel()
     payload = torch.empty(nbytes, dtype=torch.uint8, device=words.device)
     halves = payload.view(torch.int16)
@@ -278,7 +278,7 @@ def pack(words: Tensor, heads: Tensor, ends: Tensor, nbytes: int) -> Tensor:
 
 
 def unpack(halves: Tensor, count: int, word: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return words and faults; see ``exponent.Kernels``."""
+    """Return words and faults; see ``exponent.ExponentKernels``."""
     blocks, size, device = count // exponent.BLOCK, word.itemsize, halves.device
     payload = as_bytes(halves)
     body_bytes = payload.numel() - exponent.HEAD_BYTES * blocks - size * (count % exponent.BLOCK)
