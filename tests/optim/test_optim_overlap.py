@@ -86,6 +86,21 @@ def test_the_first_records_of_a_pass_are_read_before_their_gradients_come(both):
     assert len(read) == len(set(read))
 
 
+@pytest.mark.parametrize("tile", [256, 512, 1024, 2048])
+@pytest.mark.parametrize("host_memory", [0, "80KiB", "1MiB"])
+def test_a_step_writes_what_is_told(both, tile, host_memory):
+    """Tiles pass through a part of the buffers, and the rest stay."""
+    ours, _, a, _ = both(threads=1, tile=tile, host_memory=host_memory)
+    store = a._penstock.store
+    for step in range(5):
+        before = store.written, store.read
+        backward(ours, step)
+        a.step()
+        a.zero_grad()
+        a._penstock.pipeline._settle()
+    assert store.written - before[0] == store.read - before[1] == a.wear().bytes_per_step
+
+
 def test_gradients_are_accumulated_first(both):
     ours, theirs, a, b = both(accumulation=3)
     for step in range(3):

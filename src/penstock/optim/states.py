@@ -189,7 +189,7 @@ class FlashStates:
         turns = not self.holds.has_homes  # see ``order``
         rank = {tile.index: -place if turns else place for place, tile in enumerate(order)}
         pipeline = self.pipeline
-        pipeline.begin(order, rank, rotating=pipeline.count)
+        pipeline.begin(order, rank, rotating=pipeline.count if turns else RING)
         if self.gradients is not None:
             self.gradients.begin(order, step.grads)
         try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penstock.core.units import format_bytes
 from penstock.optim import gradients
+from penstock.optim.config import RING
 from penstock.optim.states import FlashStates
 
 
@@ -60,9 +61,17 @@ def wear_of(states: FlashStates) -> StepWear:
     """
     config = states.config
     sizes = sorted((states.store.record_bytes(tile) for tile in states.tiles), reverse=True)
-    stay = 0 if config.durable else states.pipeline.count
+    stay = 0 if config.durable else _staying(states)
     assert config.tbw is None or isinstance(config.tbw, int)
     return StepWear(sum(sizes[stay:]), _of_gradients(states), config.tbw, config.planned_steps)
+
+
+def _staying(states: FlashStates) -> int:
+    """Return the number of tiles that stay in memory from step to step, as the pipeline lets them."""
+    count, tiles = states.pipeline.count, len(states.tiles)
+    if count >= tiles or not (states.config.overlap or states.holds.has_homes):
+        return count
+    return count - min(RING, (tiles - count + 1) // 2)  # passes go one way: these pass through
 
 
 def _of_gradients(states: FlashStates) -> int:
