@@ -41,10 +41,11 @@ class PolicyRequest:
     def plan(self) -> Plan:
         """Return the policy's plan, under the rules for what is recomputed.
 
-        Without codecs if that is foretold to be quicker.
+        For a device without codecs if that is foretold to be quicker: there is much that is needed before
+        it is on flash, which the choice of codecs does not see.
         """
         plan = self._ask(self.profile, self.machine, self.budgets, name=self.policy)
-        if not has_codecs(plan):
+        if self.profile.device == "cpu" or not has_codecs(plan):
             return plan
         request = self.without_codecs()
         raw = request._ask(request.profile, self.machine, self.budgets, name=self.policy)
