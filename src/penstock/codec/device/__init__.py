@@ -46,10 +46,10 @@ SCRATCH: Final[dict[str, tuple[int, int]]] = {
 """Largest device memory of each, in bytes per element and per byte of the source; see ``scratch_bytes``
 in :mod:`penstock.codec.device.base`."""
 
-KERNEL_SCRATCH: Final[dict[str, tuple[int, int]]] = {"exponent": (2, 2)}
+KERNEL_SCRATCH: Final[dict[str, tuple[int, int]]] = {"exponent": (1, 2)}
 """The same where Triton kernels of that name are used, :mod:`penstock.codec.device.kernels`.
 
 ``exponent`` holds the payload and the frame, or the words twice where a tail is joined to them. Beside
 them it has 20 bytes for each block of 512 elements when it encodes, and 17 when it decodes, and a prefix
-sum takes less than that inside. The rest is for what torch's allocator leaves unused of a large block.
+sum takes less than that inside.
 """

@@ -26,6 +26,8 @@ from penstock.core.errors import CodecError, ConfigError
 
 _SMALL_TENSORS: Final = 64 * 1024
 """Allowance for headers, flags and the like, and for a padded block or bitmap word."""
+_LARGE_BYTES: Final = 1 << 20
+"""torch's allocator gives a tensor that is longer than this up to as much more than it needs."""
 
 
 def encode_tensor(codec_name: str, memory: Tensor, dtype: str) -> Tensor:
@@ -66,7 +68,8 @@ def scratch_bytes(
 ) -> int:
     """Return the most device memory that encoding or decoding ``nbytes`` takes, as torch counts it.
 
-    It includes the frame and the result, but not the input. The internal memory of torch's CUDA operators
+    It includes the frame and the result, but not the input, and what torch's allocator leaves unused in
+    blocks for tensors of more than a MiB. The internal memory of torch's CUDA operators
     was taken from their source: eight bytes per element where some are selected. Tries no kernels, so it
     does not wait: it is less once they were tried.
 
@@ -91,7 +94,12 @@ def scratch_bytes(
         need = KERNEL_SCRATCH[codec_name]
     per_element, per_byte = need
     count = -(-nbytes // ITEMSIZE[dtype])
-    return per_element * count + per_byte * nbytes + _SMALL_TENSORS
+    unused = 0
+    if max(8 * count, nbytes) > _LARGE_BYTES:
+        unused = (
+            -(-per_element // 4) + per_byte
+        ) * _LARGE_BYTES  # a tensor has four bytes per element
+    return per_element * count + per_byte * nbytes + unused + _SMALL_TENSORS
 
 
 def decode_tensor(
