@@ -29,6 +29,7 @@ from penstock.runtime.allowance import (
     Remainder,
     SharedAllowance,
 )
+from penstock.runtime.freed_memory import HeapTrimmer
 from penstock.runtime.probe import MEASUREMENT
 from penstock.store.account import Account, host_account
 from penstock.store.heap import heap_is_better
@@ -88,12 +89,13 @@ class MemoryLimit:
             not self._finds or self._account.limit_bytes >= _LEAST_WITH_CODECS_BYTES
         )
         self._check()
+        self._trimmer = None if self._is_exact else HeapTrimmer()
 
     def _check(self) -> None:
         account, limit_bytes = self._account, self._account.limit_bytes
         if account.free_bytes >= 0 or self._request is None:
             return
-        self.close()
+        self._restore()
         raise BudgetError(
             f"memory limits Penstock to {format_bytes(limit_bytes)}, but in this process it already holds"
             f" {format_bytes(account.used_bytes)} ({account.held_by()}); close what is not needed, or"
@@ -172,8 +174,10 @@ class MemoryLimit:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about a limit that was found, for the summary."""
-        return () if self._found is None else (f"{self._source}; {self._found}",)
+        """Sentences about a limit that was found, and about freed memory, for the summary."""
+        found = () if self._found is None else (f"{self._source}; {self._found}",)
+        trimmer = self._trimmer
+        return found if trimmer is None or not trimmer.times else (*found, str(trimmer))
 
     def use(self, saved_peak_bytes: int) -> HostMemoryUse:
         """Return the process's memory for the summary.
@@ -187,6 +191,11 @@ class MemoryLimit:
 
     def close(self) -> None:
         """Restore the limit that the host account had before. Idempotent."""
+        if self._trimmer is not None:
+            self._trimmer.close()
+        self._restore()
+
+    def _restore(self) -> None:
         if self._last_use is None:
             self._last_use = self._use()
             self._account.limit_bytes = self._limit_before

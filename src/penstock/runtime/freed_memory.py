@@ -1,0 +1,91 @@
+"""Memory that was freed but that the C library keeps: returned to the system before it runs short.
+
+[Note: kept memory]
+    glibc's ``malloc`` keeps freed blocks of up to 32 MiB, and what lies between two blocks in use. A step
+    that frees many tensors can leave more of it than the tensors take that are in use, and all of it stays
+    resident. To have such blocks returned as they are freed costs new pages with each block, a fifth of a
+    step on a virtual machine. So the heap is trimmed only where the process would otherwise come near the
+    memory that it may use: what does not run short costs nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from penstock.core.memory import MemoryRequest, ProcessMemory, usable_memory
+from penstock.core.ranks import local_processes
+from penstock.core.units import format_bytes
+from penstock.io.pages import trim_heap
+
+_FREE_SHARE: Final = 8
+"""The heap is trimmed once less than this part of the usable memory is left: an eighth."""
+_GROWTH_SHARE: Final = 32
+"""Part of the usable memory by which the process grows before the heap is trimmed again."""
+_LEAST_WAIT_S: Final = 0.002
+_MOST_WAIT_S: Final = 0.1
+_GROWTH_BYTES_PER_S: Final = 4 * 10**9
+"""Speed at which a process may fill new pages."""
+_USABLE_EVERY: Final = 10
+"""Looks at this process for one at what others leave."""
+
+
+class HeapTrimmer:
+    """Watch this process in a thread of its own, and trim the heap when little usable memory is left.
+
+    Attributes:
+        times: Number of times that the heap was trimmed.
+        returned_bytes: Bytes that the process held less afterwards, in total.
+    """
+
+    def __init__(self, usable_bytes: Callable[[int], int] | None = None) -> None:
+        """Start the thread.
+
+        Args:
+            usable_bytes: Function that returns the bytes that the process may use, from those that it holds;
+                by default what the machine and the control groups leave.
+        """
+        self.times = 0
+        self.returned_bytes = 0
+        self._usable_bytes = usable_bytes or _usable_bytes
+        self._limit_bytes = 0
+        self._process = ProcessMemory()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="penstock-heap", daemon=True)
+        self._thread.start()
+
+    def __str__(self) -> str:
+        return (
+            f"the C library's unused memory was returned to the system ({self.times} times,"
+            f" {format_bytes(self.returned_bytes)} in all), since this process may use"
+            f" {format_bytes(self._limit_bytes)}"
+        )
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent."""
+        self._stop.set()
+        self._thread.join()
+        self._process.close()
+
+    def _watch(self) -> None:
+        wait_s, looks, trimmed_to = 0.0, 0, 0
+        while not self._stop.wait(wait_s):
+            held = self._process.held_bytes()
+            if looks % _USABLE_EVERY == 0:
+                self._limit_bytes = self._usable_bytes(held)
+            looks += 1
+            trimmed_to = min(trimmed_to, held)
+            limit = self._limit_bytes
+            trim_at = max(limit - limit // _FREE_SHARE, trimmed_to + limit // _GROWTH_SHARE)
+            if held > trim_at:
+                trim_heap()
+                trimmed_to = self._process.held_bytes()
+                self.times += 1
+                self.returned_bytes += max(0, held - trimmed_to)
+            left = max(0, trim_at - held)
+            wait_s = min(_MOST_WAIT_S, max(_LEAST_WAIT_S, left / _GROWTH_BYTES_PER_S))
+
+
+def _usable_bytes(held: int) -> int:
+    return usable_memory(MemoryRequest(), held, processes=local_processes()).nbytes
