@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+CGROUPS = Path("/sys/fs/cgroup/memory")
 SAMPLED = 997
 """Every so many logits are compared: a prime, so that they are spread over the vocabulary."""
 

@@ -41,22 +41,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _weights_model
 import _weights_steps
 import torch
+from _raw_file import LENGTH, RawFile
 
 import _peers
 import _results
 import penstock
 from penstock.cli import plan, plan_step
 from penstock.core.errors import BudgetError
-from penstock.core.units import GIB, MIB, parse_bytes, round_up
-from penstock.io.engine import Priority, Request
-from penstock.io.files import open_unlinked
+from penstock.core.units import MIB, parse_bytes, round_up
 from penstock.io.mapping import PAGE_BYTES
 from penstock.optim import FlashAdamW
 from penstock.plan.training_step import ENGINE_BYTES
-from penstock.store.arena import Arena
-from penstock.store.engine import shared_engine
 
-CGROUPS = Path("/sys/fs/cgroup/memory")
 OURS = ("flash", "plain", "mapped", "raw")
 WARM_UP = 2
 """Turns that are not counted."""
@@ -185,10 +181,10 @@ class Running:
     def __init__(self, args, job):
         leave_page_cache(job["folder"])
         self.group = None
-        unlimited = job["side"] in ("plain", "raw") or not CGROUPS.is_dir()
+        unlimited = job["side"] in ("plain", "raw") or not _weights_steps.CGROUPS.is_dir()
         self.limit = None if unlimited else parse_bytes(args.memory, what="--memory")
         if self.limit is not None:
-            self.group = CGROUPS / f"penstock-weights-{os.getpid()}-{job['side']}"
+            self.group = _weights_steps.CGROUPS / f"penstock-weights-{os.getpid()}-{job['side']}"
             self.group.mkdir()
             (self.group / "memory.limit_in_bytes").write_text(str(self.limit))
             job = {**job, "group": str(self.group)}
@@ -475,38 +471,13 @@ def mapped(shape, directory, dtype):
 
 def serve_raw(directory):
     """Read as many bytes through the engine as each line of stdin says, nothing else."""
-    length, piece, depth = 4 * GIB, 16 * MIB, 8
-    file, arena, engine = open_unlinked(directory), Arena(depth * piece), shared_engine()
-    file.preallocate(length)
-    blocks = [arena.allocate(piece) for _ in range(depth)]
-
-    def go(op, total):
-        moving = [None] * depth
-        for number, start in enumerate(range(0, total, piece)):
-            if moving[number % depth] is not None:
-                moving[number % depth].wait()
-            block = blocks[number % depth]
-            moving[number % depth] = engine.submit(
-                Request(
-                    op=op,
-                    file=file,
-                    offset_bytes=start % length,
-                    address=block.address,
-                    nbytes=min(piece, total - start),
-                    keep_alive=block,
-                    priority=Priority.PREFETCH,
-                )
-            )
-        for each in moving:
-            if each is not None:
-                each.wait()
-
-    go("write", length)
+    file = RawFile(directory)
+    file.go("write", LENGTH)
     _weights_steps.write({})
     for line in sys.stdin:
         nbytes = round_up(int(line), PAGE_BYTES)
         begun = time.perf_counter()
-        go("read", nbytes)
+        file.go("read", nbytes)
         took = time.perf_counter() - begun
         found = {"step_s": took, "outputs": [], "read_bytes": nbytes, "written_bytes": 0}
         _weights_steps.write(found)

@@ -1,11 +1,10 @@
 """Memory that was freed but that the C library keeps: returned to the system before it runs short.
 
 [Note: kept memory]
-    glibc's ``malloc`` keeps freed blocks of up to 32 MiB, and what lies between two blocks in use. A step
-    that frees many tensors can leave more of it than the tensors take that are in use, and all of it stays
-    resident. To have such blocks returned as they are freed costs new pages with each block, a fifth of a
-    step on a virtual machine. So the heap is trimmed only where the process would otherwise come near the
-    memory that it may use: what does not run short costs nothing.
+    glibc's ``malloc`` keeps freed blocks of up to 32 MiB. A step that frees many tensors can leave more
+    of it than the tensors take that are in use, and all of it stays resident. To have such blocks
+    returned as they are freed costs new pages with each block, a fifth of a step on a virtual machine. So
+    the heap is trimmed only where the process would otherwise come near the memory that it may use.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class HeapTrimmer:
         """Start the thread.
 
         Args:
-            usable_bytes: Function that returns the bytes that the process may use, from those that it holds;
-                by default what the machine and the control groups leave.
+            usable_bytes: Function that returns the bytes that the process may use, from those that it
+                holds; by default what the machine and the control groups leave.
         """
         self.times = 0
         self.returned_bytes = 0
