@@ -31,7 +31,7 @@ from penstock.weights.brought import BroughtMemory
 from penstock.weights.homes import Home, WeightFiles, is_dense, use_count
 from penstock.weights.model import rest_weights
 
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Types that rest: those of which NaN can be shown at rest."""
 
 
@@ -206,4 +206,4 @@ def _check_devices(model: Module, device: torch.device, floor_bytes: int) -> Non
 
 def can_rest(parameter: Parameter) -> bool:
     """Return whether a parameter can rest on a device as one NaN."""
-    return parameter.dtype in _DTYPES and parameter.is_contiguous() and is_dense(parameter)
+    return parameter.dtype in DTYPES and parameter.is_contiguous() and is_dense(parameter)

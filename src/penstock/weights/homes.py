@@ -181,8 +181,12 @@ class Home:
         """Note that the values at rest may have been changed through the mapping."""
         self.ticket.checksum = None
 
-    def settle(self) -> None:
-        """Let reads of the place see what was changed through the mapping."""
+    def settle(self, *, though_shared: bool = False) -> None:
+        """Let reads of the place see what was changed through the mapping.
+
+        Args:
+            though_shared: Do so even if others share the mapping, which then may not see what comes.
+        """
 
     def rest(self) -> None:
         """Let the parameter's memory be its home."""
