@@ -24,11 +24,12 @@ from torch.nn import Module, Parameter
 
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.io.engine import Priority, Transfer
+from penstock.io.mapping import advise_random
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
 from penstock.store.account import Account
 from penstock.weights.brought import BroughtMemory
-from penstock.weights.homes import Home, WeightFiles, is_dense, use_count
+from penstock.weights.homes import Home, WeightFiles, is_dense, use_count, view_like
 from penstock.weights.model import rest_weights
 
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -70,8 +71,12 @@ class DeviceHome(Home):
         """False: its place is read and written by the session alone."""
         return False
 
-    def random(self) -> None:
-        """Do nothing: rows are not read at rest."""
+    @property
+    def values(self) -> Tensor:
+        """See :class:`Home`: mapped anew, for single rows."""
+        mapping = self._map_values(self._layout)
+        advise_random(mapping)
+        return view_like(torch.from_numpy(mapping[: self.nbytes]).untyped_storage(), self._layout)
 
     def hold(self) -> None:
         """See :class:`penstock.homed.HomedWeight`; raises ClosedError without a session."""

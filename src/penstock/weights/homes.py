@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ from penstock.weights.resting import RestingParameter
 
 SLAB_BYTES = 1 << 30
 """Length of the files that homes are cut from while a model is built, whose size is not known."""
+ROWS_SHARE: Final = 8
+"""An embedding's rows are read at home, if they are less than this part of it."""
 _REMEDY = ", and load the weights again"
 
 
@@ -70,6 +72,9 @@ class Keeper(Protocol):
         """See :class:`.resting.RestingHome`."""
 
     def replaced(self, home: Home, data: Tensor) -> None:
+        """See :class:`.resting.RestingHome`."""
+
+    def rows(self, home: Home, indices: Tensor) -> Tensor | None:
         """See :class:`.resting.RestingHome`."""
 
 
@@ -159,6 +164,16 @@ class Home:
     def layout(self) -> Tensor:
         """Tensor with the shape, the strides and the dtype of the parameter; its values do not matter."""
         return self.resting
+
+    @property
+    def values(self) -> Tensor:
+        """The values in host memory, mapped. Raises ChecksumError as ``check`` does."""
+        self.check()
+        return self.resting
+
+    def has_few_rows(self, count: int) -> bool:
+        """Return whether so many rows, as of an embedding, are read at home and not the whole."""
+        return count * self.nbytes * ROWS_SHARE < self.nbytes * self.layout.size(0)
 
     @property
     def is_lent(self) -> bool:
@@ -334,6 +349,10 @@ class Home:
             self.keeper.addressed(self)
         else:
             self.forget()
+
+    def rows(self, indices: Tensor) -> Tensor | None:
+        """See :class:`.resting.RestingHome`."""
+        return None if self.keeper is None else self.keeper.rows(self, indices)
 
     def replaced(self, data: Tensor) -> None:
         """See :class:`.resting.RestingHome`."""

@@ -62,6 +62,12 @@ class RelocatedHome(DeviceHome):
     def _where(self, like: Tensor) -> torch.device:
         return self._device
 
+    @property
+    def values(self) -> Tensor:
+        """See :class:`Home`: those of the home on the host."""
+        self.host.random()
+        return self.host.values
+
     def leave(self) -> None:
         """See :class:`Home`."""
         parameter = self.parameter

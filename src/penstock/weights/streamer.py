@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,9 +32,6 @@ from penstock.weights.reads import WeightReads
 from penstock.weights.references import WeightReference
 from penstock.weights.resting import RestingParameter
 from penstock.weights.stays import Stay, WeightTable
-
-ROWS_SHARE: Final = 8
-"""An embedding's rows are read at home, if they are less than this part of it."""
 
 RestModel = Callable[[Module, Callable[[list[tuple[int, str]]], None]], Sequence[Home]]
 """Lets the weights of a model rest, and returns their homes.
@@ -109,6 +106,8 @@ class WeightStreamer:
         for stay in self._uses.weights_of(module):
             self._table.check_process(stay.home)
             if isinstance(module, Embedding) and self._reads_rows(module, stay, args):
+                if not stay.home.is_mapped:
+                    continue  # looked up while the module runs; see ``resting``
                 self._pin_at_home(stay)
             else:
                 self._reads.acquire(stay)
@@ -140,10 +139,8 @@ class WeightStreamer:
         """Return whether an embedding's forward needs so few rows that they are read at home."""
         if not args or not isinstance(args[0], Tensor) or module.max_norm is not None:
             return False
-        if not stay.home.is_mapped:
-            return False
-        row_bytes = stay.home.nbytes // max(module.num_embeddings, 1)
-        return args[0].numel() * row_bytes * ROWS_SHARE < stay.home.nbytes
+        can_be = stay.home.is_mapped or stay.is_away
+        return can_be and stay.home.has_few_rows(args[0].numel())
 
     def _pin_at_home(self, stay: Stay) -> None:
         """Pin a weight where it is, if it is not being read."""
