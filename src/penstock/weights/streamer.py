@@ -25,6 +25,7 @@ from penstock.io.engine import Priority
 from penstock.store.account import Account
 from penstock.weights.access import WeightKeeper
 from penstock.weights.brought import BroughtMemory, HostMemory
+from penstock.weights.compiled import CompiledCall, compiled_in_place, is_compiled
 from penstock.weights.eviction import WeightEviction
 from penstock.weights.homes import Home, show, view_like
 from penstock.weights.module_uses import ModuleUses
@@ -69,6 +70,7 @@ class WeightStreamer:
         self._uses = ModuleUses(table)
         self._keeper = WeightKeeper(table, self._eviction, self._reads, self._uses)
         self._own: WeakKeyDictionary[Module, tuple[int, ...]] = WeakKeyDictionary()  # by identity
+        self._compiled: list[CompiledCall] = []
         account.yield_by(self._eviction.give_way)
 
     def add(self, model: Module) -> None:
@@ -85,6 +87,8 @@ class WeightStreamer:
             if home.keeper is not None:
                 raise ConfigError(f"weight {home.name} is streamed by another open session")
         self._table.add(homes, self._keeper)
+        for module in compiled_in_place(model):
+            self._compiled.append(CompiledCall(module, self.enter, self.leave))
 
     # -- for the tracker of modules ---------------------------------------------------------------
 
@@ -112,7 +116,7 @@ class WeightStreamer:
             else:
                 self._reads.acquire(stay)
             pinned.append(stay)
-        if "_orig_mod" in module._modules:
+        if is_compiled(module):
             for stay in pinned:
                 parameter = stay.home.parameter
                 if parameter is not None:
@@ -254,6 +258,9 @@ class WeightStreamer:
             self._take_all_home()
 
     def _take_all_home(self) -> None:
+        for call in self._compiled:
+            call.undo()
+        self._compiled.clear()
         self._eviction.failure = None
         self._table.memory.wait()
         for stay in self._table.stays:
