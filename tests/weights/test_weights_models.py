@@ -214,6 +214,16 @@ def with_compiled_blocks(model):
     return learn(model, loss=loss)
 
 
+def compiled_in_place(model):
+    for block in model.children():
+        block.compile(backend="aot_eager")
+    return model
+
+
+def with_blocks_compiled_in_place(model):
+    return learn(compiled_in_place(model))
+
+
 def with_accumulation(model):
     optimizer, seen = sgd(model), []
     for x in inputs(3):
@@ -324,6 +334,14 @@ CASES = {
     "replaced in forward": (Binary, learn),
     "autocast": (Chain, with_autocast),
     "compiled blocks": (lambda: nn.Sequential(Chain(2), Chain(2), Chain(2)), with_compiled_blocks),
+    "blocks compiled late": (
+        lambda: nn.Sequential(Chain(2), Chain(2), Chain(2)),
+        with_blocks_compiled_in_place,
+    ),
+    "blocks compiled in place": (
+        lambda: compiled_in_place(nn.Sequential(Chain(2), Chain(2), Chain(2))),
+        learn,
+    ),
     "accumulation and clipping": (Chain, with_accumulation),
     "two losses": (Chain, with_two_losses),
     "double backward": (lambda: nn.Sequential(Chain(3), nn.Tanh(), Chain(3)), with_double_backward),

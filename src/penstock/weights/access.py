@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.functional import embedding
 
 from penstock.core.errors import InPlaceError
 from penstock.homed import home_of
@@ -121,6 +122,23 @@ class WeightKeeper:
                 stay.note_change()
             self._table.check_memory(stay)
             self._table.wake.notify_all()
+
+    def rows(self, home: Home, indices: Tensor) -> Tensor | None:
+        """Look rows up where a weight rests; see :class:`.resting.RestingHome`."""
+        self._table.check_process(home)
+        stay = self._table.by_home[home]
+        if not home.has_few_rows(indices.numel()) or torch.cuda.is_current_stream_capturing():
+            return None
+        with self._table.wake:
+            if not stay.is_away:
+                return None
+            stay.at_home += 1
+        try:
+            return embedding(indices.cpu(), home.values)
+        finally:
+            with self._table.wake:
+                stay.at_home -= 1
+                self._table.wake.notify_all()
 
     def lent(self, home: Home) -> None:
         """Note that a weight may be changed where it is."""

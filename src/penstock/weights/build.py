@@ -236,6 +236,10 @@ class ModelBuilder:
         """See :class:`.resting.RestingHome`."""
         self.may_differ(home)
 
+    def rows(self, home: Home, indices: Tensor) -> None:
+        """See :class:`.resting.RestingHome`: what is mapped is not asked for rows."""
+        return
+
     def replaced(self, home: Home, data: Tensor) -> None:
         """See :class:`.resting.RestingHome`: it is young, with other memory."""
         self.touched(home)

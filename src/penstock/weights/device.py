@@ -24,14 +24,15 @@ from torch.nn import Module, Parameter
 
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.io.engine import Priority, Transfer
+from penstock.io.mapping import advise_random
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
 from penstock.store.account import Account
 from penstock.weights.brought import BroughtMemory
-from penstock.weights.homes import Home, WeightFiles, is_dense, use_count
+from penstock.weights.homes import Home, WeightFiles, is_dense, use_count, view_like
 from penstock.weights.model import rest_weights
 
-_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Types that rest: those of which NaN can be shown at rest."""
 
 
@@ -70,8 +71,12 @@ class DeviceHome(Home):
         """False: its place is read and written by the session alone."""
         return False
 
-    def random(self) -> None:
-        """Do nothing: rows are not read at rest."""
+    @property
+    def values(self) -> Tensor:
+        """See :class:`Home`: mapped anew, for single rows."""
+        mapping = self._map_values(self._layout)
+        advise_random(mapping)
+        return view_like(torch.from_numpy(mapping[: self.nbytes]).untyped_storage(), self._layout)
 
     def hold(self) -> None:
         """See :class:`penstock.homed.HomedWeight`; raises ClosedError without a session."""
@@ -206,4 +211,4 @@ def _check_devices(model: Module, device: torch.device, floor_bytes: int) -> Non
 
 def can_rest(parameter: Parameter) -> bool:
     """Return whether a parameter can rest on a device as one NaN."""
-    return parameter.dtype in _DTYPES and parameter.is_contiguous() and is_dense(parameter)
+    return parameter.dtype in DTYPES and parameter.is_contiguous() and is_dense(parameter)

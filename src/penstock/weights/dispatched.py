@@ -61,7 +61,7 @@ def files_of(model: Module) -> list[WeightFile]:
             if getattr(values, "state_dict", None) or not hasattr(values, "index"):
                 raise ConfigError(
                     "accelerate has weights of this model in memory, for another device: with"
-                    " weights='flash' let it offload them to disk only, and run on the CPU"
+                    " weights='flash' let it offload them to disk only"
                 )
             for file in read_offloaded(str(values.save_folder or ""), values.index):
                 found[file.path] = file

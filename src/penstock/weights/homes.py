@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ from penstock.weights.resting import RestingParameter
 
 SLAB_BYTES = 1 << 30
 """Length of the files that homes are cut from while a model is built, whose size is not known."""
+ROWS_SHARE: Final = 8
+"""An embedding's rows are read at home, if they are less than this part of it."""
 _REMEDY = ", and load the weights again"
 
 
@@ -70,6 +72,9 @@ class Keeper(Protocol):
         """See :class:`.resting.RestingHome`."""
 
     def replaced(self, home: Home, data: Tensor) -> None:
+        """See :class:`.resting.RestingHome`."""
+
+    def rows(self, home: Home, indices: Tensor) -> Tensor | None:
         """See :class:`.resting.RestingHome`."""
 
 
@@ -161,6 +166,16 @@ class Home:
         return self.resting
 
     @property
+    def values(self) -> Tensor:
+        """The values in host memory, mapped. Raises ChecksumError as ``check`` does."""
+        self.check()
+        return self.resting
+
+    def has_few_rows(self, count: int) -> bool:
+        """Return whether so many rows, as of an embedding, are read at home and not the whole."""
+        return count * self.nbytes * ROWS_SHARE < self.nbytes * self.layout.size(0)
+
+    @property
     def is_lent(self) -> bool:
         """True if others than the parameter refer to the mapping, who may read and change it there.
 
@@ -181,8 +196,12 @@ class Home:
         """Note that the values at rest may have been changed through the mapping."""
         self.ticket.checksum = None
 
-    def settle(self) -> None:
-        """Let reads of the place see what was changed through the mapping."""
+    def settle(self, *, though_shared: bool = False) -> None:
+        """Let reads of the place see what was changed through the mapping.
+
+        Args:
+            though_shared: Do so even if others share the mapping, which then may not see what comes.
+        """
 
     def rest(self) -> None:
         """Let the parameter's memory be its home."""
@@ -330,6 +349,10 @@ class Home:
             self.keeper.addressed(self)
         else:
             self.forget()
+
+    def rows(self, indices: Tensor) -> Tensor | None:
+        """See :class:`.resting.RestingHome`."""
+        return None if self.keeper is None else self.keeper.rows(self, indices)
 
     def replaced(self, data: Tensor) -> None:
         """See :class:`.resting.RestingHome`."""

@@ -140,17 +140,17 @@ class SourceTier(Tier):
     def adopt(self, place: Place, nbytes: int, *, label: str, checksum: object) -> Ticket:
         """Claim a place; safetensors have no checksums."""
         ticket = super().adopt(place, place.window_bytes, label=label, checksum=None)
-        ticket.window = Window(0, place.window_bytes, place.skew)
+        ticket.window = Window(0, place.window_bytes, 0)  # the bytes are moved there once read
         ticket.nbytes = nbytes
         return ticket
 
     def _mismatch(self, ticket: Ticket, address: int) -> ChecksumError | None:
         """Move what was read to the beginning of its window, and look whether the file is the same."""
         place = ticket.place
-        begin, read = address - place.skew, place.nbytes - len(place.tail)
+        read = place.nbytes - len(place.tail)
         if place.skew:
-            ctypes.memmove(begin, address, read)
-        ctypes.memmove(begin + read, place.tail, len(place.tail))
+            ctypes.memmove(address, address + place.skew, read)
+        ctypes.memmove(address + read, place.tail, len(place.tail))
         error: ChecksumError | None = place.change(ticket.label)
         return error
 
@@ -219,13 +219,18 @@ class SourceHome(Home):
         super().forget()
         self._may_differ = True
 
-    def settle(self) -> None:
-        """Give the weight a place of its own, or memory, if it was changed and nobody shares it.
+    def settle(self, *, though_shared: bool = False) -> None:
+        """Give the weight a place of its own, or memory, if it was changed.
+
+        Args:
+            though_shared: Do so even if others share the mapping, which then do not see what comes.
 
         Raises:
             NoSpaceError: There is no room for a place.
         """
-        if not (self._may_differ and self.is_in_place and self.is_at_rest) or self.is_lent:
+        if not (self._may_differ and self.is_in_place and self.is_at_rest):
+            return
+        if self.is_lent and not though_shared:
             return
         if self._differs(self._mapping[: self.nbytes]):
             values = self.resting.clone()

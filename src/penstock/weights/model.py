@@ -43,7 +43,7 @@ def rest_weights(
         is_able: Returns whether a parameter can rest; None: those on the CPU, and others are an error.
 
     Raises:
-        ConfigError: A parameter is on another device, or a part of the model was compiled in place.
+        ConfigError: A parameter is on another device.
         NoSpaceError: The directories have no room; nothing was moved.
         TransferError: A weight could not be written; it and those after it are still in memory.
     """
@@ -95,12 +95,6 @@ def _large(
         others: Gets those whose memory tensors share that are no parameters of the model.
         is_able: See ``rest_weights``.
     """
-    for name, module in model.named_modules():
-        if module._compiled_call_impl is not None:
-            raise ConfigError(
-                f"{name or 'the model'} was compiled in place, by module.compile(), which hides its calls"
-                " from hooks; with weights='flash' use torch.compile(module) on each block"
-            )
     parameters = list(model.named_parameters())
     shared: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch.nn import Embedding, Module
 
+from penstock.weights.compiled import is_compiled
 from penstock.weights.stays import Stay, WeightTable
 
 
@@ -36,7 +37,7 @@ class ModuleUses:
 
     def weights_of(self, module: Module) -> Iterator[Stay]:
         """Yield the weights that a module is known to use, its own first."""
-        if "_orig_mod" in module._modules:  # compiled: its graph needs all weights at once
+        if is_compiled(module):
             owned = [each for inner in module.modules() for each in inner._parameters.values()]
         else:
             owned = [*module._parameters.values()]

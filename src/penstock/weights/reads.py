@@ -77,6 +77,9 @@ class WeightReads:
                     stay.show_busy()
                     return
                 is_gone = stay.home.parameter is None  # the program has dropped it
+                if stay.at_home and not (is_gone or stay.home.is_mapped):
+                    self._table.wake.wait()
+                    continue
                 if stay.coming is None and (is_gone or stay.at_home or stay.home.is_lent):
                     stay.at_home += 1
                     stay.show_busy()

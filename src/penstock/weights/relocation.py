@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -22,9 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from penstock.core.errors import ConfigError
 from penstock.homed import home_of, paused_holders, settle
 from penstock.io.engine import Transfer
-from penstock.weights.device import DeviceHome, can_rest
+from penstock.weights.device import DTYPES, DeviceHome, can_rest
 from penstock.weights.homes import Home, WeightFiles
-from penstock.weights.inplace import SourceHome
 from penstock.weights.model import rest_weights
 
 CheckSizes = Callable[[list[tuple[int, str]]], None]
@@ -55,12 +54,19 @@ class RelocatedHome(DeviceHome):
         self.host = host
         self._device = device
         self._left = left
+        host.settle(though_shared=True)
         super().__init__(host.name, parameter, host.tier, host.place)
         self.tier.discard(self.ticket)  # the claim is that of the other home
         self.ticket, self.room = host.ticket, host.room
 
     def _where(self, like: Tensor) -> torch.device:
         return self._device
+
+    @property
+    def values(self) -> Tensor:
+        """See :class:`Home`: those of the home on the host."""
+        self.host.random()
+        return self.host.values
 
     def leave(self) -> None:
         """See :class:`Home`."""
@@ -71,8 +77,9 @@ class RelocatedHome(DeviceHome):
 
     def written_from(self, address: int, keep_alive: object) -> Transfer:
         """See :class:`Home`."""
-        transfer = self.host.written_from(address, keep_alive)
-        self.ticket = self.host.ticket
+        host = self.host
+        transfer = host.written_from(address, keep_alive)
+        self.tier, self.place, self.ticket = host.tier, host.place, host.ticket
         return transfer
 
     def give_back(self) -> None:
@@ -107,7 +114,7 @@ class Relocation:
         """Return the homes of a model's weights on the device. See :func:`.model.rest_weights`.
 
         Raises:
-            ConfigError: A weight rests in a file that is only read, or is on another device.
+            ConfigError: A parameter is on another device.
         """
         self._check(model)
         found = rest_weights(
@@ -120,7 +127,7 @@ class Relocation:
         homes: list[Home] = []
         try:
             with paused_holders():
-                homes += map(self._relocated, found)
+                homes += [self._relocated(home) for home in found if home.layout.dtype in DTYPES]
                 self._copy(model)
         except BaseException:
             for home in homes:
@@ -147,12 +154,6 @@ class Relocation:
                     f"weights='flash' with device={str(self._device)!r} is for a model on the host or"
                     f" there, and parameter {name} is on {parameter.device}"
                 )
-            home = home_of(parameter)
-            if isinstance(home, SourceHome) and home.is_in_place:
-                raise ConfigError(
-                    f"weight {name} rests in the file that it was loaded from, and such weights cannot"
-                    f" be brought to {self._device}: load it without in_place=True"
-                )
 
     def _rest_here(self, model: Module, check: CheckSizes) -> list[Home]:
         """Let those rest that were on the device before."""
@@ -178,9 +179,14 @@ class Relocation:
     def _copy(self, model: Module) -> None:
         """Copy what does not rest to the device."""
         for parameter in model.parameters():
-            if home_of(parameter) is None and parameter.device != self._device:
-                self._parameters[parameter] = parameter.device
-                _move(parameter, self._device)
+            if parameter.device == self._device:
+                continue
+            home = cast("Home | None", home_of(parameter))
+            if home is not None:  # its type cannot rest there
+                home.check()
+                home.leave()
+            self._parameters[parameter] = parameter.device
+            _move(parameter, self._device)
         moved: dict[int, Tensor] = {}
         for module in model.modules():
             for name, buffer in module._buffers.items():

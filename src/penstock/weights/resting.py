@@ -26,8 +26,10 @@ from typing import Any, Final, Protocol, cast
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.functional import embedding
 
 from penstock.homed import home_of
+from penstock.staging import copy_across, ready_event
 from penstock.untraced import leave_untraced
 
 _PROPERTIES: Final = (
@@ -140,6 +142,16 @@ class RestingHome(Protocol):
     def addressed(self) -> None:
         """Note that the address of the values was given to somebody, who may change them there."""
 
+    def rows(self, indices: Tensor) -> Tensor | None:
+        """Look rows up where the values rest, which are not mapped; may wait for the current stream.
+
+        Args:
+            indices: Integers, of any shape, on any device.
+
+        Returns:
+            A row for each index, in host memory; None if the values are in memory, or should be.
+        """
+
     def replaced(self, data: Tensor) -> None:
         """Take other values in place of the present ones, as ``parameter.data = data`` asks for."""
 
@@ -164,6 +176,10 @@ class RestingParameter(Parameter):
         if func in _METADATA:
             with _no_function():
                 return func(*args, **kwargs)
+        if func is embedding:
+            embedded = _embedded(*args, **kwargs)
+            if embedded is not None:
+                return embedded
         with _no_function():
             found = {id(each): each for each in _resting((*args, *kwargs.values()))}
             homes = [(each, home) for each in found.values() if (home := _home_of(each))]
@@ -275,6 +291,22 @@ def _run(
     return result
 
 
+def _embedded(indices: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Embed with rows from where a weight rests, if it is not mapped and they are few; else None."""
+    home = _home_of(weight) if type(weight) is RestingParameter else None
+    if home is None or home.is_mapped or args or kwargs.get("max_norm") is not None:
+        return None
+    rows = home.rows(indices)
+    if rows is None:
+        return None
+    with _no_function():
+        result = embedding(indices, weight, **kwargs)  # of NaN; autograd sees the weight in it
+    with torch.no_grad():
+        line = result.view(-1)
+        copy_across(rows.view(-1), line, ready_event(line.device))
+    return result
+
+
 def _is_in_place(func: Any) -> bool:
     """Return whether the name of a function says so; fused optimizers count no version."""
     name = getattr(func, "__name__", "_")
@@ -326,4 +358,4 @@ def _aliases(result: Any, tensor: Tensor) -> bool:
     return True
 
 
-leave_untraced(RestingParameter.__torch_function__.__func__, _run, _aliases, _home_of)  # type: ignore[attr-defined]
+leave_untraced(RestingParameter.__torch_function__.__func__, _run, _embedded, _aliases, _home_of)  # type: ignore[attr-defined]

@@ -55,7 +55,8 @@ class Stay:
         version: The parameter's version when the memory was as the home.
         pins: Users that need the class and the memory to stay.
         touching: Operations on the weight in memory that are not over.
-        at_home: Users of both kinds that work with the mapping: no read begins meanwhile.
+        at_home: Users of both kinds that work with the mapping: no read begins meanwhile. If the
+            parameter is elsewhere, those that look up rows there; who needs the weight waits for them.
         is_addressed: True if it stays in memory, at an address that somebody knows.
     """
 
@@ -98,6 +99,11 @@ class Stay:
         """True if the memory is newer than the home."""
         parameter = self.home.parameter
         return self.dirty or (parameter is not None and parameter._version != self.version)
+
+    @property
+    def is_away(self) -> bool:
+        """True if it is neither in memory nor on its way there."""
+        return self.storage is None and self.coming is None
 
     @property
     def must_stay(self) -> bool:

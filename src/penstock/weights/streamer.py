@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,7 @@ from penstock.io.engine import Priority
 from penstock.store.account import Account
 from penstock.weights.access import WeightKeeper
 from penstock.weights.brought import BroughtMemory, HostMemory
+from penstock.weights.compiled import CompiledCall, compiled_in_place, is_compiled
 from penstock.weights.eviction import WeightEviction
 from penstock.weights.homes import Home, show, view_like
 from penstock.weights.module_uses import ModuleUses
@@ -32,9 +33,6 @@ from penstock.weights.reads import WeightReads
 from penstock.weights.references import WeightReference
 from penstock.weights.resting import RestingParameter
 from penstock.weights.stays import Stay, WeightTable
-
-ROWS_SHARE: Final = 8
-"""An embedding's rows are read at home, if they are less than this part of it."""
 
 RestModel = Callable[[Module, Callable[[list[tuple[int, str]]], None]], Sequence[Home]]
 """Lets the weights of a model rest, and returns their homes.
@@ -72,6 +70,7 @@ class WeightStreamer:
         self._uses = ModuleUses(table)
         self._keeper = WeightKeeper(table, self._eviction, self._reads, self._uses)
         self._own: WeakKeyDictionary[Module, tuple[int, ...]] = WeakKeyDictionary()  # by identity
+        self._compiled: list[CompiledCall] = []
         account.yield_by(self._eviction.give_way)
 
     def add(self, model: Module) -> None:
@@ -88,6 +87,8 @@ class WeightStreamer:
             if home.keeper is not None:
                 raise ConfigError(f"weight {home.name} is streamed by another open session")
         self._table.add(homes, self._keeper)
+        for module in compiled_in_place(model):
+            self._compiled.append(CompiledCall(module, self.enter, self.leave))
 
     # -- for the tracker of modules ---------------------------------------------------------------
 
@@ -109,11 +110,13 @@ class WeightStreamer:
         for stay in self._uses.weights_of(module):
             self._table.check_process(stay.home)
             if isinstance(module, Embedding) and self._reads_rows(module, stay, args):
+                if not stay.home.is_mapped:
+                    continue  # looked up while the module runs; see ``resting``
                 self._pin_at_home(stay)
             else:
                 self._reads.acquire(stay)
             pinned.append(stay)
-        if "_orig_mod" in module._modules:
+        if is_compiled(module):
             for stay in pinned:
                 parameter = stay.home.parameter
                 if parameter is not None:
@@ -140,10 +143,8 @@ class WeightStreamer:
         """Return whether an embedding's forward needs so few rows that they are read at home."""
         if not args or not isinstance(args[0], Tensor) or module.max_norm is not None:
             return False
-        if not stay.home.is_mapped:
-            return False
-        row_bytes = stay.home.nbytes // max(module.num_embeddings, 1)
-        return args[0].numel() * row_bytes * ROWS_SHARE < stay.home.nbytes
+        can_be = stay.home.is_mapped or stay.is_away
+        return can_be and stay.home.has_few_rows(args[0].numel())
 
     def _pin_at_home(self, stay: Stay) -> None:
         """Pin a weight where it is, if it is not being read."""
@@ -257,6 +258,9 @@ class WeightStreamer:
             self._take_all_home()
 
     def _take_all_home(self) -> None:
+        for call in self._compiled:
+            call.undo()
+        self._compiled.clear()
         self._eviction.failure = None
         self._table.memory.wait()
         for stay in self._table.stays:

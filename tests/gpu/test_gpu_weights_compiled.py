@@ -1,0 +1,110 @@
+"""Blocks that torch.compile has compiled, with their weights on flash."""
+
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from gpu_weights_rig import DEVICE, LIMIT, WEIGHT_BYTES, WIDTH, bits, inputs, on_device_flash
+from torch import nn
+from torch.nn import functional as F
+
+from weights_rig import assert_same
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # torch's compiler warns of what it does itself
+    pytest.mark.filterwarnings("error::penstock.core.errors.PenstockWarning"),
+]
+
+BLOCKS = 4
+needs_kernels = pytest.mark.skipif(
+    "emulator" in sys.modules
+    or find_spec("triton") is None
+    or shutil.which(os.environ.get("CC", "gcc")) is None,
+    reason="kernels of Triton need a device that is not emulated, and a compiler",
+)
+on_backends = pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        "aot_eager",
+        pytest.param("inductor", marks=needs_kernels),
+    ],
+)
+
+
+class Block(nn.Module):
+    """As of a transformer: two linear layers, added to what they have got."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.second(F.gelu(self.first(x)))
+
+
+def built():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS))).to(DEVICE)
+
+
+def around(model, backend):
+    """Modules around the blocks, which share their parameters."""
+    return nn.Sequential(*(torch.compile(block, backend=backend) for block in model))
+
+
+def in_place(model, backend):
+    for block in model:
+        block.compile(backend=backend)
+    return model
+
+
+def steps(model, compiled):
+    """Losses and gradients of some steps, and what one without gradients gives."""
+    seen = []
+    for x in inputs():
+        loss = compiled(x).square().mean()
+        loss.backward()
+        seen += [bits(loss), *(bits(each.grad) for each in model.parameters())]
+        model.zero_grad()
+    with torch.no_grad():
+        seen.append(bits(compiled(x)))
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@on_backends
+@pytest.mark.parametrize("compile_blocks", [around, in_place])
+def test_a_block_is_brought_as_one_within_the_limit(compile_blocks, backend, tmp_path):
+    plain = built()
+    expected = steps(plain, compile_blocks(plain, backend))
+    model = built()
+    compiled = compile_blocks(model, backend)
+    with on_device_flash(model, tmp_path, limit=LIMIT + WEIGHT_BYTES) as session:
+        found = steps(model, compiled)
+        streamer = session._weights
+        assert not streamer.touches
+        assert streamer.forced == 0
+        assert streamer.account.peak_bytes <= LIMIT + WEIGHT_BYTES < streamer.total_bytes
+    assert_same([*found, *steps(model, compiled)], [*expected, *expected])
+
+
+@on_backends
+def test_blocks_that_are_compiled_in_the_session_are_right_and_slower(backend, tmp_path):
+    """Their weights are touched one by one, since the session does not know of the calls."""
+    plain, model = built(), built()
+    expected = steps(plain, in_place(plain, backend))
+    with on_device_flash(model, tmp_path, limit=LIMIT + WEIGHT_BYTES) as session:
+        assert_same(steps(model, in_place(model, backend)), expected)
+        assert len(session._weights.touches) == 2 * BLOCKS

@@ -1,0 +1,222 @@
+"""Frozen weights that stay in their safetensors, and are worked with on a device."""
+
+import os
+
+import pytest
+import torch
+from gpu_weights_rig import (
+    DEPTH,
+    DEVICE,
+    FLOOR,
+    LIMIT,
+    WEIGHT_BYTES,
+    WIDTH,
+    bits,
+    inputs,
+    on_device_flash,
+    rested_bytes,
+    state_of,
+)
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
+
+from dispatched_rig import assert_clean, dispatched
+from penstock import weights
+from penstock.core.errors import ChecksumError
+from penstock.homed import home_of
+from weights_rig import ScriptedEngine, assert_same, shared_engine_replaced
+
+pytestmark = pytest.mark.gpu
+
+
+class Adapted(nn.Module):
+    """Frozen linear layers, each beside two small ones that learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.down = nn.ModuleList(nn.Linear(WIDTH, 4, bias=False) for _ in range(DEPTH))
+        self.up = nn.ModuleList(nn.Linear(4, WIDTH, bias=False) for _ in range(DEPTH))
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        for layer, down, up in zip(self.base, self.down, self.up, strict=True):
+            x = F.gelu(layer(x) + up(down(x)))
+        return x
+
+
+def built(seed=0):
+    torch.manual_seed(seed)
+    return Adapted()
+
+
+@pytest.fixture(params=["pages", "odd"])
+def source(request, tmp_path):
+    """A file of the weights, which must not change; in one of the two they begin between pages."""
+    if request.param == "pages":
+        weights.save(built(), tmp_path / "saved")
+    else:
+        (tmp_path / "saved").mkdir()
+        state = {name: bits(each) for name, each in built().state_dict().items()}
+        save_file(state, tmp_path / "saved/model.safetensors", metadata={"x": "odd" * 3})
+    path = tmp_path / "saved/model.safetensors"
+    before = path.read_bytes()
+    yield path
+    assert path.read_bytes() == before
+
+
+def in_place(source, *, is_meta=False):
+    with torch.device("meta" if is_meta else "cpu"):
+        model = built(seed=5)
+    weights.load(model, source, in_place=True, floor=FLOOR)
+    assert all(is_in_place(model))
+    return model
+
+
+def is_in_place(model):
+    homes = [home_of(layer.weight) for layer in model.base]
+    return [home is not None and home.is_in_place for home in homes]
+
+
+def relocated(model, directory, **options):
+    return on_device_flash(model, directory, device=DEVICE, **options)
+
+
+def trained(model):
+    """Losses and gradients of some steps, of what learns."""
+    learning = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(learning, lr=0.05)
+    seen = []
+    for x in inputs():
+        loss = model(x).square().mean()
+        loss.backward()
+        seen += [bits(loss), *(bits(each.grad) for each in learning)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def inferred(model):
+    with torch.inference_mode():
+        return [bits(model(x)) for x in inputs()]
+
+
+@pytest.mark.parametrize("is_meta", [False, True])
+@pytest.mark.parametrize("run", [trained, inferred])
+def test_a_frozen_base_is_read_from_its_file_within_the_limit(run, is_meta, source, tmp_path):
+    plain = built().to(DEVICE)
+    expected = run(plain)
+    with shared_engine_replaced(ScriptedEngine()) as engine:
+        model = in_place(source, is_meta=is_meta)
+        with relocated(model, tmp_path) as session:
+            streamer, written, paths = session._weights, engine.written_bytes, set()
+            engine.spoil = lambda request: paths.add(request.file.path)
+            assert rested_bytes(model) == DEPTH * WEIGHT_BYTES
+            found = run(model)
+            assert streamer.account.peak_bytes <= LIMIT
+            assert streamer.forced == 0
+        assert engine.written_bytes == written
+        assert paths == {str(source)}
+    assert all(is_in_place(model))
+    assert_same([found, state_of(model)], [expected, state_of(plain.to("cpu"))])
+
+
+@pytest.mark.parametrize("source", ["odd"], indirect=True)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.data.mul_(2),
+        lambda weight: setattr(weight, "data", weight.data * 2),
+    ],
+    ids=["in place", "by .data", "replaced"],
+)
+def test_a_weight_that_is_changed_leaves_the_file_as_it_is(change, source, tmp_path):
+    plain, model = built().to(DEVICE), in_place(source)
+    assert all(home_of(layer.weight).place.skew for layer in model.base)
+    seen = []
+    for each in (plain, model):
+        each.base[2].requires_grad_(True)
+    for _ in range(2):
+        seen.append(trained(plain))
+        with torch.no_grad():
+            change(plain.base[0].weight)
+    for expected in seen:
+        with relocated(model, tmp_path):
+            assert_same(trained(model), expected)
+            with torch.no_grad():
+                change(model.base[0].weight)
+        assert is_in_place(model) == [False, True, False, *[True] * (DEPTH - 3)]
+    assert_same(state_of(model), state_of(plain.to("cpu")))
+
+
+@pytest.mark.parametrize("source", ["odd"], indirect=True)
+def test_what_was_changed_before_the_session_goes_to_the_device(source, tmp_path):
+    """Somebody still shares the memory of one, in which the change is; the file has not seen it."""
+    plain, model = built(), in_place(source)
+    for each in (plain, model):
+        each.base[1].weight.data.mul_(2)
+    shared = model.base[0].weight.detach()
+    shared.mul_(2)
+    plain.base[0].weight.data.mul_(2)
+    expected = inferred(plain.to(DEVICE))
+    with relocated(model, tmp_path):
+        assert_same(inferred(model), expected)
+    assert is_in_place(model) == [False, False, *[True] * (DEPTH - 2)]
+    assert_same(state_of(model), state_of(plain.to("cpu")))
+
+
+@pytest.mark.parametrize("source", ["pages"], indirect=True)
+def test_a_file_that_was_changed_is_an_error_that_names_weight_and_file(source, tmp_path):
+    model = in_place(source)
+    with relocated(model, tmp_path), torch.no_grad():
+        model(inputs(1)[0])
+        os.utime(source, ns=(1, 1))
+        with pytest.raises(ChecksumError, match=r"base\.\d\.weight rests in .*model\.safe"):
+            model(inputs(1)[0])
+
+
+def test_a_model_that_accelerate_has_offloaded_is_taken_over(tmp_path):
+    """Its index says where in which safetensors each weight is."""
+    plain, path = built(), tmp_path / "odd.safetensors"
+    state = {name: bits(each) for name, each in plain.state_dict().items()}
+    save_file(state, path, metadata={"x": "odd" * 3})
+    before = path.read_bytes()
+    index = {name: {"safetensors_file": str(path), "weight_name": name} for name in state}
+    model = dispatched(built, tmp_path, index=index)
+    with relocated(model, tmp_path):
+        assert_clean(model)
+        assert_same(trained(model), trained(plain.to(DEVICE)))
+    assert all(is_in_place(model))
+    assert_same(state_of(model), state_of(plain.to("cpu")))
+    assert path.read_bytes() == before
+
+
+def test_weights_of_types_that_cannot_rest_there_stay_in_device_memory(tmp_path):
+    class Scaled(nn.Module):
+        """A weight of whole numbers, as of a quantised layer."""
+
+        def __init__(self):
+            super().__init__()
+            values = torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8)
+            self.weight = nn.Parameter(values, requires_grad=False)
+            self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+        def forward(self, x):
+            return self.linear(x) @ self.weight.float()
+
+    def made():
+        torch.manual_seed(0)
+        return Scaled()
+
+    weights.save(made(), tmp_path / "saved")
+    model, plain = made(), made().to(DEVICE)
+    model.weight.zero_()
+    weights.load(model, tmp_path / "saved", in_place=True, floor=8192)
+    assert home_of(model.weight) is not None
+    with relocated(model, tmp_path):
+        assert rested_bytes(model) == WEIGHT_BYTES
+        assert model.weight.device.type == DEVICE
+        assert_same(inferred(model), inferred(plain))
+    assert_same(state_of(model), state_of(plain.to("cpu")))
