@@ -125,7 +125,7 @@ class Overlap:
             self._give_up()
             raise
         if states.config.clip_norm is not None:
-            states.note_norm(step, self._norms)
+            states.note_norm(step.grads, self._norms)
         states.end_pass(step, begun)
         self._order = [states.tiles[index] for index in self._futures]
         self._clear()
