@@ -179,6 +179,80 @@ def test_gradients_are_accumulated_with_and_without_reducing_each(disk_path):
     )
 
 
+IN_BACKWARD = """
+def go(model, optimizer, synced=True, turns=1, steps=3):
+    for step in range(steps):
+        for turn in range(turns):
+            model.set_requires_gradient_sync(synced or turn == turns - 1)
+            backward(model, step, turn)
+        if isinstance(optimizer, FlashAdamW):
+            assert optimizer._penstock.overlap.is_under_way
+        optimizer.step()
+        optimizer.zero_grad()
+
+for turns, synced in ((1, True), (2, True), (2, False)):
+    theirs = sharded(network(), mesh)
+    go(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True), synced, turns)
+    for settings in ({}, {"gradient_memory": 0}):
+        settings["accumulation"] = turns if synced else 1  # how often gradients are reduced
+        ours = sharded(network(), mesh)
+        a = FlashAdamW(
+            ours.parameters(), lr=1e-2, flash=flash, tile=1024, overlap=True, **settings
+        )
+        go(ours, a, synced, turns)
+        assert_same(ours.parameters(), theirs.parameters())
+        a.close()
+"""
+
+
+def test_fsdp2_updates_in_backward_when_gradients_are_reduced(disk_path):
+    rank_programs.run(disk_path, "mesh = init_device_mesh('cpu', (world,))\n" + IN_BACKWARD)
+
+
+@pytest.mark.slow
+def test_replicas_update_in_backward_when_gradients_are_averaged_over_all(disk_path):
+    names = "mesh_dim_names=('replicas', 'shards')"
+    rank_programs.run(
+        disk_path, f"mesh = init_device_mesh('cpu', (2, 2), {names})\n" + IN_BACKWARD, 4
+    )
+
+
+def test_updates_in_backward_clip_by_the_norm_of_all_ranks_in_the_step_before(disk_path):
+    rank_programs.run(
+        disk_path,
+        """
+        def made(**settings):
+            model = sharded(network())
+            return model, FlashAdamW(
+                model.parameters(), lr=1e-2, flash=flash, tile=1024, overlap=True, clip_norm=0.05,
+                **settings
+            )
+        theirs = sharded(network())
+        b, before, norms = torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True), None, []
+        for step in range(4):
+            backward(theirs, step)
+            norm = nn.utils.get_total_norm([p.grad for p in theirs.parameters()]).full_tensor()
+            factor = torch.clamp(0.05 / (norm if before is None else before), max=1)
+            for p in theirs.parameters():
+                p.grad.mul_(factor)
+            b.step(), b.zero_grad()
+            before = norm
+        first, a = made()
+        train(first, a, 4)
+        torch.testing.assert_close(a._penstock.last_norm, before)
+        assert len(set(on_all(a._penstock.last_norm.item()))) == 1
+        for mine, other in zip(first.parameters(), theirs.parameters()):
+            torch.testing.assert_close(local(mine), local(other))
+        for settings in ({}, {"gradient_memory": 0}):
+            again, c = made(**settings)
+            train(again, c, 4)
+            assert_same(again.parameters(), first.parameters())
+            c.close()
+        a.close()
+        """,
+    )
+
+
 DCP = """
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (

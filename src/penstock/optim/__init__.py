@@ -10,7 +10,7 @@ Read in this order:
 - ``gradients``: those that wait; ``offloaded_gradient``: the tensor in ``.grad`` of one on flash;
   ``gradient_spill``: its bytes;
 - ``update``: a tile's update; ``packing``, ``kernels``: compact forms;
-- ``overlap``: updates in backward; ``journal``: of durable steps;
+- ``overlap``: updates in backward; ``averaged``: those under DDP; ``journal``: of durable steps;
 - ``state_dict``: streamed; ``wear``: what it costs the SSD.
 """
 

@@ -122,6 +122,21 @@ class OnFlash(torch.optim.Optimizer):
         self._penstock.step()
         return loss
 
+    def update_after(self, parallel: torch.nn.Module) -> None:
+        """With ``overlap``: update when a ``DistributedDataParallel`` has averaged the gradients.
+
+        Call it before the first backward, for each such module. It registers the module's communication
+        hook, which averages as the module itself does. FSDP2 and tensor parallelism do not need it.
+
+        Args:
+            parallel: The module.
+
+        Raises:
+            ConfigError: ``overlap`` is not set; the module is of another class, has a communication hook,
+                or averages zeros for unused parameters.
+        """
+        self._penstock.update_after(parallel)
+
     def rest(self) -> None:
         """Write all states to flash, and hold no memory for them until the next step.
 

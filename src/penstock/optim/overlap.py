@@ -11,6 +11,12 @@ layers computed. ``step`` updates the other tiles and waits.
     use, as it does after any change in place. A gradient that is accumulated again after it was used, or
     changed before ``step`` (clipping, unscaling), is an error: the update cannot be undone.
 
+[Note: gradients that are averaged later]
+    FSDP2 calls a parameter's hooks when it has reduced its gradient, so what they report is final.
+    ``DistributedDataParallel`` averages gradients after autograd's hooks. ``follow`` has it report each
+    one when that is done (:mod:`averaged`); what autograd reports of those parameters is not used. A
+    module that averages and was not named is looked for before the first update.
+
 [Note: gradients that are used up]
     With a budget for gradients, a gradient is dropped as soon as all tiles of its parameter are updated:
     ``.grad`` is None then, and must be None in ``step``. Backward waits while too many gradients wait for
@@ -33,9 +39,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
+from penstock.optim.averaged import (
+    Bucket,
+    average_and_report,
+    check_can_follow,
+    check_none_averages,
+)
 from penstock.optim.config import RING
 from penstock.optim.params import Param, Tile
 from penstock.optim.pool import wait_for_all
+from penstock.optim.shards import is_sharded, local_of
 from penstock.optim.states import FlashStates
 from penstock.optim.update import UpdatePass
 from penstock.staging import ready_event
@@ -63,6 +76,12 @@ class Overlap:
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
         self._freed: set[int] = set()  # parameters whose gradient was used up
         self._norms: dict[int, Tensor] = {}  # of gradients that will be used up
+        self._followed: set[int] = (
+            set()
+        )  # parameters whose gradients are averaged and then reported
+        self._averaged: dict[int, Tensor] = {}  # gradients that were reported and used, laid flat
+        self._failure: BaseException | None = None  # of a report
+        self._has_looked = False  # for modules that average
         if states.gradients is not None:
             states.gradients.is_used_now = self._is_used_now
 
@@ -94,8 +113,39 @@ class Overlap:
                 listen = param.tensor.register_post_accumulate_grad_hook
                 self._handles.append(listen(hook))  # type: ignore[no-untyped-call]
 
+    def follow(self, parallel: object) -> None:
+        """Update after this ``DistributedDataParallel`` has averaged. Raises ConfigError.
+
+        See [Note: gradients that are averaged later].
+        """
+        module, states = check_can_follow(parallel), self._states
+        if states.gradients is not None:
+            raise ConfigError(
+                "gradient_memory does not go with update_after: gradients are in the buckets of"
+                " DistributedDataParallel; leave gradient_memory out"
+            )
+        wanted = {id(param) for param in module.parameters()}
+        mine = {param.index for param in states.params if id(param.tensor) in wanted}
+        if not mine:
+            raise ConfigError("update_after: none of that module's parameters are this optimizer's")
+        average_and_report(module, self)
+        self._followed |= mine
+
+    def averaged(self, bucket: Bucket) -> None:
+        """See ``penstock.optim.averaged.Listener``. An error is raised by ``finish``."""
+        params = {id(param.tensor): param for param in self._states.params}
+        try:
+            with self._lock, torch.no_grad():
+                for tensor, grad in bucket:
+                    param = params.get(id(tensor))
+                    if param is not None and self._failure is None:
+                        self._accumulated(param, grad)
+        except BaseException as error:  # noqa: BLE001  (the thread is of torch)
+            self._failure = error
+
     def close(self) -> None:
         """Stop listening. Idempotent."""
+        self._followed.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -111,6 +161,12 @@ class Overlap:
         states, begun = self._states, time.perf_counter()
         states.check_can_step()
         step = self._step
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            if self._futures:
+                states.mark_inconsistent(failure)
+            self._give_up()
+            raise failure
         if step is None:
             step = states.begin_pass()
             states.begin_visits(states.order(step.grads))
@@ -141,6 +197,11 @@ class Overlap:
             if overlap is not None:
                 states = overlap._states
                 param = states.params[index]
+                if index in overlap._followed:
+                    overlap._check_is_awaited(param)
+                    states.check_can_step()
+                    states.make_buffers()
+                    return
                 if overlap._is_used_now(param):  # without the lock: they may wait
                     states.check_can_step()
                     states.make_buffers()
@@ -155,28 +216,42 @@ class Overlap:
 
         return accumulated
 
-    def _accumulated(self, param: Param) -> None:
+    def _check_is_awaited(self, param: Param) -> None:
+        """Raise ConfigError if a gradient that was averaged and used is accumulated again."""
+        times = self._times.get(param.index, 0)
+        if times >= self._states.config.accumulation and self._step is not None:
+            raise self._too_many(param, times + 1)
+
+    def _too_many(self, param: Param, times: int) -> ConfigError:
+        return ConfigError(
+            f"parameter {param.name} got gradient number {times} since the last step, and"
+            f" overlap=True was told to use number {self._states.config.accumulation}: call step()"
+            " after each backward, or tell how many make a step by accumulation=..., or leave"
+            " overlap out"
+        )
+
+    def _accumulated(self, param: Param, averaged: Tensor | None = None) -> None:
+        """Use a parameter's gradient if it is final: that in ``.grad``, or the one reported."""
+        self._look_for_averages()
         times = self._times[param.index] = self._times.get(param.index, 0) + 1
         if times < self._states.config.accumulation or not self._may_begin():
             return
         if times > self._states.config.accumulation:
-            raise ConfigError(
-                f"parameter {param.name} got gradient number {times} since the last step, and"
-                f" overlap=True was told to use number {self._states.config.accumulation}: call step()"
-                " after each backward, or tell how many make a step by accumulation=..., or leave"
-                " overlap out"
-            )
+            raise self._too_many(param, times)
         step = self._begin()
-        grad = param.flat_grad()
-        if grad is None:
-            return
+        if averaged is None:
+            grad = param.flat_grad()
+            if grad is None:
+                return
+            assert param.tensor.grad is not None
+            self._used[param.index] = param.tensor.grad, _version(param.tensor.grad)
+        else:
+            grad = self._averaged[param.index] = param.flat_like_me(averaged.detach())
         step.grads[param.index] = grad
-        step.ready[param.index] = ready_event(param.tensor.device)
-        assert param.tensor.grad is not None
-        self._used[param.index] = param.tensor.grad, param.tensor.grad._version
+        step.ready[param.index] = ready_event(param.local.device)
         if self._states.gradients is not None and self._states.config.clip_norm is not None:
             self._norms[param.index] = torch.linalg.vector_norm(grad)
-        torch.autograd.graph.increment_version(param.tensor)
+        param.note_change()
         for tile in self._tiles_of.get(param.index, ()):
             self._missing[tile.index] -= 1
             if not self._missing[tile.index]:
@@ -247,6 +322,15 @@ class Overlap:
             self._read_ahead()
         return self._step
 
+    def _look_for_averages(self) -> None:
+        """Raise ConfigError if a module will average gradients that are used before that."""
+        if self._has_looked:
+            return
+        alone = [p for p in self._states.params if p.index not in self._followed]
+        names = {id(param.tensor): param.name for param in alone}
+        check_none_averages([param.tensor for param in alone], lambda param: names[id(param)])
+        self._has_looked = True
+
     def _submit(self, tile: Tile, step: UpdatePass) -> None:
         self._futures[tile.index] = self._states.pool.submit(self._update, tile, step)
 
@@ -264,7 +348,7 @@ class Overlap:
             return
         self._left[index] -= 1
         tensor, (grad, version) = self._states.params[index].tensor, self._used[index]
-        if not self._left[index] and tensor.grad is grad and grad._version == version:
+        if not self._left[index] and tensor.grad is grad and _version(grad) == version:
             del self._used[index]
             self._freed.add(index)
             step.grads[index] = _NOTHING
@@ -286,7 +370,7 @@ class Overlap:
                         " set it before backward, or leave overlap out"
                     )
                 step.grads[param.index] = grad
-                step.ready[param.index] = ready_event(param.tensor.device)
+                step.ready[param.index] = ready_event(param.local.device)
         for tile in states.order(step.grads):
             if tile.index not in self._futures:
                 self._submit(tile, step)
@@ -305,13 +389,20 @@ class Overlap:
             used = [(index, grad, version) for index, (grad, version) in self._used.items()]
         for index, expected, version in [*used_up, *used]:
             grad = states.params[index].tensor.grad
-            if grad is not expected or (grad is not None and grad._version != version):
-                raise ConfigError(
-                    f"the gradient of parameter {states.params[index].name} was changed between"
-                    " backward and step (clipping, unscaling, zero_grad, DistributedDataParallel?), when"
-                    " overlap=True had used it already; use clip_norm=... for clipping, or leave overlap"
-                    " out"
-                )
+            if grad is not expected or (grad is not None and _version(grad) != version):
+                raise self._changed(states.params[index])
+        for index, used_values in self._averaged.items():  # which DDP has copied to .grad since
+            values = states.params[index].flat_grad()
+            if values is None or not torch.equal(values, used_values):
+                raise self._changed(states.params[index])
+
+    def _changed(self, param: Param) -> ConfigError:
+        return ConfigError(
+            f"the gradient of parameter {param.name} was changed between"
+            " backward and step (clipping, unscaling, zero_grad, DistributedDataParallel?), when"
+            " overlap=True had used it already; use clip_norm=... for clipping, or leave overlap"
+            " out"
+        )
 
     def _give_up(self) -> None:
         """Forget a pass that failed, when no thread is at work on it any more."""
@@ -333,6 +424,8 @@ class Overlap:
         self._left.clear()
         self._freed.clear()
         self._norms.clear()
+        self._averaged.clear()
+        self._failure = None
 
     def _read_ahead(self) -> None:
         """Tiles will be visited as in the last pass; in the first, from the last layer on."""
@@ -357,6 +450,11 @@ def _check_alone(param: Param, mine: Overlap) -> None:
         f"parameter {param.name} is updated in backward by another optimizer with overlap=True, and"
         " would be by both: close() that one first"
     )
+
+
+def _version(grad: Tensor) -> int:
+    """Return the version of a gradient's values, which FSDP2 changes without that of the DTensor."""
+    return grad._version + (local_of(grad)._version if is_sharded(grad) else 0)
 
 
 def _same(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

@@ -56,6 +56,9 @@ class BackwardUpdates(Protocol):
     def listen(self) -> None:
         """Listen to parameters that were added."""
 
+    def follow(self, parallel: object) -> None:
+        """Update after this ``DistributedDataParallel`` has averaged. Raises ConfigError."""
+
     def finish(self) -> None:
         """Update what is left and wait for everything. Raises as ``FlashStates.step``."""
 
@@ -165,6 +168,17 @@ class FlashStates:
             self.overlap.listen()
         elif self.gradients is not None:
             self.gradients.listen()
+
+    def update_after(self, parallel: object) -> None:
+        """See ``OnFlash.update_after``."""
+        self.check_usable()
+        self.check_between_steps("update_after()")
+        if self.overlap is None:
+            raise ConfigError(
+                "update_after is for overlap=True: without it step() comes after the average anyway;"
+                " leave the call out"
+            )
+        self.overlap.follow(parallel)
 
     # -- a step -----------------------------------------------------------------------------------
 
