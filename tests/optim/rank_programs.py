@@ -4,7 +4,7 @@ import textwrap
 
 import preloaded
 
-PREAMBLE = """
+IMPORTS = """
 import os, sys, warnings
 import torch, torch.distributed as dist
 from datetime import timedelta
@@ -15,22 +15,28 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from penstock import ConfigError
 from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash
 
-place, world = sys.argv[1], int(sys.argv[2])
+place = sys.argv[1]
 torch.set_num_threads(1)
 gradients.LEAST_BYTES = 0
 rank, children = 0, []
+"""
+FORKED = """
+world = int(sys.argv[2])
 for number in range(1, world):
     child = os.fork()
     if child == 0:
         rank, children = number, []
         break
     children.append(child)
+meeting = {"init_method": f"file://{place}/meet{world}", "rank": rank, "world_size": world}
+"""
+LAUNCHED = """
+rank, world, meeting = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), {}
+"""
+NAMES = """
 flash = f"{place}/flash{rank}"
 os.makedirs(flash, exist_ok=True)
-dist.init_process_group(
-    "gloo", init_method=f"file://{place}/meet{world}", rank=rank, world_size=world,
-    timeout=timedelta(seconds=200),
-)
+dist.init_process_group("gloo", timeout=timedelta(seconds=200), **meeting)
 
 def on_all(value):
     found = [None] * world
@@ -82,9 +88,16 @@ os._exit(0)  # without the end of the interpreter, in which torch's or gloo's th
 
 
 def run(place, body, world=2, *words):
-    """Run the body, which has the preamble's names, on so many ranks, with a directory of each."""
-    program = PREAMBLE + textwrap.dedent(body) + END
+    """Run the body, which has the names above, on so many ranks, with a directory of each."""
+    for left in (*place.glob("meet*"), *place.glob("done*")):  # by an earlier run
+        left.unlink()
+    program = IMPORTS + FORKED + NAMES + textwrap.dedent(body) + END
     done = preloaded.run(["-c", program, place, str(world), *words], timeout=280)
     assert done.returncode == 0, done.stderr
     ended = [(place / f"done{rank}").exists() for rank in range(world)]
     assert all(ended), (ended, done.stderr)
+
+
+def for_a_launcher(body):
+    """Return the program that does the same in processes that torchrun starts, given the place."""
+    return IMPORTS + LAUNCHED + NAMES + textwrap.dedent(body) + END

@@ -356,6 +356,16 @@ def test_a_model_that_is_sharded_later_is_refused_before_a_weight_changes(
     optimizer.close()
 
 
+def test_sharded_gradients_that_are_changed_after_use_are_an_error(one_rank, small):
+    made = sharded()
+    optimizer = FlashAdamW(made.parameters(), overlap=True, **small)
+    made(torch.ones(2, 1000)).sum().backward()
+    nn.utils.clip_grad_norm_(made.parameters(), 1e-3)
+    with pytest.raises(ConfigError, match="was changed between backward and step"):
+        optimizer.step()
+    optimizer.close()
+
+
 def test_a_sum_that_is_not_computed_yet_is_refused(one_rank, small):
     mesh = init_device_mesh("cpu", (1,))
     local = torch.zeros(300)

@@ -56,8 +56,11 @@ def average_and_report(parallel: DistributedDataParallel, listener: Listener) ->
     share = 1.0 / dist.get_world_size(group)
     them = weakref.ref(listener)  # a model does not keep its optimizers alive
 
-    def average(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
+    def average(
+        state: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        buffer: Tensor = bucket.buffer()
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         buffer.mul_(share)  # as DDP does, before the sum
         work = dist.all_reduce(buffer, group=group, async_op=True)
@@ -70,7 +73,8 @@ def average_and_report(parallel: DistributedDataParallel, listener: Listener) ->
                 mine.averaged(pairs)
             return buffer
 
-        return work.get_future().then(report)
+        made: torch.futures.Future[Tensor] = work.get_future().then(report)
+        return made
 
     try:
         parallel.register_comm_hook(None, average)

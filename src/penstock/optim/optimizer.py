@@ -209,11 +209,15 @@ class OnFlash(torch.optim.Optimizer):
     def resume(self) -> int:
         """With ``durable``: set weights and states to those of the last completed step.
 
+        If ``torch.distributed`` is initialized, it is the newest step that all its ranks have completed:
+        all call this, each for an optimizer of its own.
+
         Returns:
             The number of that step, from 1; 0 if there is none, and nothing was changed.
 
         Raises:
-            ConfigError: The steps there are another model's, or steps are not durable.
+            ConfigError: The steps there are another model's, or of another number of ranks; the ranks
+                have none in common; or steps are not durable.
         """
         return self._penstock.resume()
 

@@ -17,6 +17,10 @@ layers computed. ``step`` updates the other tiles and waits.
     one when that is done (:mod:`averaged`); what autograd reports of those parameters is not used. A
     module that averages and was not named is looked for before the first update.
 
+[Note: changes of a DTensor's gradient]
+    torch's functions for lists of tensors, as clipping uses them, change a DTensor without raising any
+    version. Some elements of its shard are kept to compare, so clipping or unscaling is noticed.
+
 [Note: gradients that are used up]
     With a budget for gradients, a gradient is dropped as soon as all tiles of its parameter are updated:
     ``.grad`` is None then, and must be None in ``step``. Backward waits while too many gradients wait for
@@ -48,7 +52,7 @@ from penstock.optim.averaged import (
 from penstock.optim.config import RING
 from penstock.optim.params import Param, Tile
 from penstock.optim.pool import wait_for_all
-from penstock.optim.shards import is_sharded, local_of
+from penstock.optim.shards import shard_sample
 from penstock.optim.states import FlashStates
 from penstock.optim.update import UpdatePass
 from penstock.staging import ready_event
@@ -70,7 +74,8 @@ class Overlap:
         self._order: list[Tile] = []  # in which tiles became ready in the last pass
         self._step: UpdatePass | None = None
         self._times: dict[int, int] = {}
-        self._used: dict[int, tuple[Tensor, int]] = {}  # gradients, and their versions then
+        # gradients, and their versions and samples then
+        self._used: dict[int, tuple[Tensor, int, Tensor | None]] = {}
         self._missing: dict[int, int] = {}  # by tile: parameters whose gradient is not final
         self._futures: dict[int, Future[None]] = {}
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
@@ -244,7 +249,8 @@ class Overlap:
             if grad is None:
                 return
             assert param.tensor.grad is not None
-            self._used[param.index] = param.tensor.grad, _version(param.tensor.grad)
+            mine = param.tensor.grad
+            self._used[param.index] = mine, mine._version, shard_sample(mine)
         else:
             grad = self._averaged[param.index] = param.flat_like_me(averaged.detach())
         step.grads[param.index] = grad
@@ -347,8 +353,8 @@ class Overlap:
         if index not in self._used:
             return
         self._left[index] -= 1
-        tensor, (grad, version) = self._states.params[index].tensor, self._used[index]
-        if not self._left[index] and tensor.grad is grad and _version(grad) == version:
+        tensor, (grad, version, _) = self._states.params[index].tensor, self._used[index]
+        if not self._left[index] and tensor.grad is grad and grad._version == version:
             del self._used[index]
             self._freed.add(index)
             step.grads[index] = _NOTHING
@@ -385,11 +391,13 @@ class Overlap:
                     " overlap=True had used it already; change it after step"
                 )
         with self._lock:
-            used_up = [(index, None, 0) for index in self._freed]
-            used = [(index, grad, version) for index, (grad, version) in self._used.items()]
-        for index, expected, version in [*used_up, *used]:
-            grad = states.params[index].tensor.grad
-            if grad is not expected or (grad is not None and _version(grad) != version):
+            used_up, used = list(self._freed), dict(self._used)
+        for index in used_up:
+            if states.params[index].tensor.grad is not None:
+                raise self._changed(states.params[index])
+        for index, (grad, version, sample) in used.items():
+            is_same = states.params[index].tensor.grad is grad and grad._version == version
+            if not is_same or (sample is not None and not _equal(shard_sample(grad), sample)):
                 raise self._changed(states.params[index])
         for index, used_values in self._averaged.items():  # which DDP has copied to .grad since
             values = states.params[index].flat_grad()
@@ -452,9 +460,8 @@ def _check_alone(param: Param, mine: Overlap) -> None:
     )
 
 
-def _version(grad: Tensor) -> int:
-    """Return the version of a gradient's values, which FSDP2 changes without that of the DTensor."""
-    return grad._version + (local_of(grad)._version if is_sharded(grad) else 0)
+def _equal(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and torch.equal(one, other)
 
 
 def _same(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ agree on the norm of all gradients only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+_SAMPLE: Final = 251
+"""Elements of a gradient that are compared, at least, if it has as many."""
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether it is a DTensor, without importing that class."""
     return type(tensor).__module__.startswith("torch.distributed.tensor")
@@ -34,7 +38,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def check_can_be_laid(tensor: Any, name: str) -> None:
     """Raise ConfigError for a parameter with its values in other tensors, unless it is a DTensor."""
-    local = local_of(tensor)
+    local: Any = local_of(tensor)
     if is_traceable_wrapper_subclass(local):
         raise ConfigError(
             f"parameter {name} is a {type(local).__name__}, which keeps its values in other tensors;"
@@ -107,6 +111,19 @@ def gradient_here(param: Tensor) -> Tensor | None:
     return None if param.grad is None else local_of(param.grad)
 
 
+def shard_sample(grad: Tensor) -> Tensor | None:
+    """Return the bits of some elements of a DTensor's shard, copied; None of another tensor.
+
+    None, too, of a shard that is itself another kind of tensor.
+    """
+    local: Any = local_of(grad)
+    if not is_sharded(grad) or is_traceable_wrapper_subclass(local) or not local.numel():
+        return None
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.itemsize]
+    step = max(1, local.numel() // _SAMPLE)
+    return cast(Tensor, local.detach().reshape(-1)[::step].clone().view(words))
+
+
 def set_local_gradient(param: Tensor, local: Tensor) -> None:
     """Let the values of a parameter's gradient, which it has, be these; in a DTensor, this process's."""
     if param.grad is not None and is_sharded(param.grad):
@@ -165,6 +182,41 @@ def total_norm(params: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Tensor:
     for key, mine in sums.items():
         total += mine if key is None else _over_ranks(mine, *key)
     return torch.tensor(total, dtype=torch.float64).sqrt().float()
+
+
+def common_step(own: Sequence[int]) -> int:
+    """Return the newest step that all ranks have; with a single process its own newest.
+
+    Args:
+        own: Steps that this rank can resume at, the newest first; none if it has made no step.
+
+    Returns:
+        0 if there is none, and no rank has made more than one step.
+
+    Raises:
+        ConfigError: There is none; on all ranks.
+    """
+    all_ranks = [tuple(own)]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        found: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, tuple(own))
+        all_ranks = found
+    newest = {steps[0] if steps else 0 for steps in all_ranks}
+    if len(newest) == 1:
+        return newest.pop()
+    common = set(all_ranks[0]).intersection(*all_ranks)
+    if common:
+        return max(common)
+    if max(newest) > 1:
+        told = "; ".join(
+            f"rank {rank}: {', '.join(map(str, steps)) or 'none'}"
+            for rank, steps in enumerate(all_ranks)
+        )
+        raise ConfigError(
+            f"the ranks have no durable step in common ({told}): give each rank the directory that it"
+            " had, or load a checkpoint, or name empty directories to begin anew"
+        )
+    return 0
 
 
 def _over_ranks(mine: float, mesh: DeviceMesh, dims: Sequence[int]) -> float:

@@ -36,7 +36,7 @@ from penstock.optim.params import Groups, Tile, fresh_scalars, options_of
 from penstock.optim.pipeline import RecordBuffer, TilePipeline
 from penstock.optim.pool import make_pool, wait_for_all
 from penstock.optim.probe import ProbedOptimizer
-from penstock.optim.shards import is_sharded, total_norm
+from penstock.optim.shards import common_step, is_sharded, total_norm
 from penstock.optim.squeeze import Squeezer, slack_bytes
 from penstock.optim.store import RecordStore
 from penstock.optim.update import UpdatePass, Updater
@@ -406,12 +406,16 @@ class FlashStates:
             raise ConfigError(
                 "there is nothing to resume: set durable=True, for this run and the next"
             )
-        last = self._journal.last
-        if last is None:
-            return 0
-        self._restore(last)
+        entries = [e for e in (self._journal.last, self._journal.before) if e is not None]
+        step = common_step([entry.step for entry in entries])
+        if entries and entries[0].step != step:  # others have not completed it
+            for entry in entries[1:]:
+                self._check_layout(entry)
+            self._journal.go_back()
+        if self._journal.last is not None:
+            self._restore(self._journal.last)
         self._blocked = None
-        return last.step
+        return step
 
     def prepare_for_load(self) -> None:
         """Protect the last durable step while all states are replaced, or forget it first.
@@ -445,13 +449,16 @@ class FlashStates:
         everything = json.dumps([self.class_name, facts, shapes, names, count])
         return xxhash.xxh3_128_hexdigest(everything.encode())
 
-    def _restore(self, entry: JournalEntry) -> None:
+    def _check_layout(self, entry: JournalEntry) -> None:
         if entry.layout != self._layout():
             raise ConfigError(
                 f"the durable steps in {self.config.directories[0]!r} are of another model, other"
-                " groups, another format or tile; make the optimizer as it was then, or name another"
-                " directory"
+                " groups, another format or tile, or another number of ranks; make the optimizer as it"
+                " was then, or name another directory"
             )
+
+    def _restore(self, entry: JournalEntry) -> None:
+        self._check_layout(entry)
         self.pipeline.forget_all()
         self.store.restore(entry.tiles, self.tiles)
         for param, (has_state, scalars) in zip(self.params, entry.params, strict=True):
