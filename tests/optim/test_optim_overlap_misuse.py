@@ -86,6 +86,42 @@ def test_averaged_gradients_that_are_changed_are_an_error(make, process_group, a
         a.step()
 
 
+@pytest.mark.parametrize("change", ["another", "zeroed", "element"])
+@pytest.mark.parametrize("are_views", [False, True])
+def test_averaged_gradients_that_are_replaced_or_changed_a_little_are_an_error(
+    make, process_group, are_views, change
+):
+    model = network()
+    a = make(model)
+    averaging = parallel(model, gradient_as_bucket_view=are_views)
+    a.update_after(averaging)
+    for step in range(2):  # the second time its buckets are other ones
+        backward(averaging, step)
+        a.step()
+        a.zero_grad(set_to_none=not step)
+    backward(averaging, 2)
+    last = model[2].weight
+    if change == "another":
+        last.grad = last.grad.clamp(-1e-3, 1e-3)
+    elif change == "zeroed":
+        a.zero_grad()
+    else:
+        last.grad[3, 5] += 1
+    with pytest.raises(ConfigError, match="was changed between backward and step"):
+        a.step()
+
+
+def test_ranks_that_have_no_inputs_left_are_refused_before_a_weight_changes(make, process_group):
+    model = network()
+    a = make(model)
+    averaging = parallel(model)
+    a.update_after(averaging)
+    before = [each.clone() for each in model.parameters()]
+    with averaging.join(), pytest.raises(ConfigError, match=r"join\(\) averages.*leave overlap out"):
+        backward(averaging, 0)
+    assert_same(model.parameters(), before)
+
+
 def test_an_averaged_gradient_too_many_is_an_error(make, process_group):
     model = network()
     a = make(model)

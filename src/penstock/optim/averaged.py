@@ -31,11 +31,18 @@ class Listener(Protocol):
 
 
 def check_can_follow(parallel: object) -> DistributedDataParallel:
-    """Return a module that tells of each averaged gradient; raise ConfigError for any other."""
+    """Return a module that can report each averaged gradient; raise ConfigError for any other."""
     if not isinstance(parallel, DistributedDataParallel):
         raise ConfigError(
             f"update_after takes a DistributedDataParallel, and this is a {type(parallel).__name__};"
             " FSDP2 (fully_shard) and tensor parallelism need no such call"
+        )
+    ranks = dist.get_world_size(parallel.process_group)
+    if parallel.gradient_as_bucket_view and ranks & (ranks - 1):
+        raise ConfigError(
+            f"a DistributedDataParallel of {ranks} ranks with gradient_as_bucket_view=True divides some"
+            " gradients by the number of ranks and multiplies others by its inverse, which overlap=True"
+            " cannot tell apart; leave gradient_as_bucket_view out, or overlap"
         )
     for option in ("find_unused_parameters", "static_graph"):
         if getattr(parallel, option, False):
@@ -44,6 +51,15 @@ def check_can_follow(parallel: object) -> DistributedDataParallel:
                 " gradient, so overlap=True would update them; leave one of the two out"
             )
     return parallel
+
+
+def check_all_take_part(parallel: torch.nn.Module) -> None:
+    """Raise ConfigError in a context of ``join``, in which ranks average after their last step."""
+    if getattr(getattr(parallel, "_join_config", None), "enable", False):
+        raise ConfigError(
+            "DistributedDataParallel.join() averages gradients with ranks that make no step any more, and"
+            " overlap=True would update their weights: give all ranks as many inputs, or leave overlap out"
+        )
 
 
 def average_and_report(parallel: DistributedDataParallel, listener: Listener) -> None:

@@ -17,6 +17,10 @@ layers computed. ``step`` updates the other tiles and waits.
     one when that is done (:mod:`averaged`); what autograd reports of those parameters is not used. A
     module that averages and was not named is looked for before the first update.
 
+    Until ``step`` the gradients must stay as they were reported. DDP copies them from its bucket to
+    ``.grad`` after that, so these values are compared with the bucket's. With ``gradient_as_bucket_view``
+    both are the same memory, which DDP leaves alone from then on: its version must stay.
+
 [Note: changes of a DTensor's gradient]
     torch's functions for lists of tensors, as clipping uses them, change a DTensor without raising any
     version. Some elements of its shard are kept to compare, so clipping or unscaling is noticed.
@@ -46,6 +50,7 @@ from penstock.core.locks import Lock
 from penstock.optim.averaged import (
     Bucket,
     average_and_report,
+    check_all_take_part,
     check_can_follow,
     check_none_averages,
 )
@@ -81,10 +86,10 @@ class Overlap:
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
         self._freed: set[int] = set()  # parameters whose gradient was used up
         self._norms: dict[int, Tensor] = {}  # of gradients that will be used up
-        self._followed: set[int] = (
-            set()
-        )  # parameters whose gradients are averaged and then reported
-        self._averaged: dict[int, Tensor] = {}  # gradients that were reported and used, laid flat
+        self._followed: set[int] = set()  # parameters whose gradients are averaged and then reported
+        self._modules: list[weakref.ref[torch.nn.Module]] = []  # which average them
+        # gradients that were reported and used, laid flat, if DDP copies them to ``.grad`` later
+        self._averaged: dict[int, Tensor] = {}
         self._failure: BaseException | None = None  # of a report
         self._has_looked = False  # for modules that average
         if states.gradients is not None:
@@ -135,6 +140,7 @@ class Overlap:
             raise ConfigError("update_after: none of that module's parameters are this optimizer's")
         average_and_report(module, self)
         self._followed |= mine
+        self._modules.append(weakref.ref(module))
 
     def averaged(self, bucket: Bucket) -> None:
         """See ``penstock.optim.averaged.Listener``. An error is raised by ``finish``."""
@@ -222,7 +228,14 @@ class Overlap:
         return accumulated
 
     def _check_is_awaited(self, param: Param) -> None:
-        """Raise ConfigError if a gradient that was averaged and used is accumulated again."""
+        """Raise ConfigError if the average of a gradient to come cannot be used.
+
+        It was used already in this step, or ranks have run out of inputs.
+        """
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                check_all_take_part(module)
         times = self._times.get(param.index, 0)
         if times >= self._states.config.accumulation and self._step is not None:
             raise self._too_many(param, times + 1)
@@ -252,7 +265,12 @@ class Overlap:
             mine = param.tensor.grad
             self._used[param.index] = mine, mine._version, shard_sample(mine)
         else:
-            grad = self._averaged[param.index] = param.flat_like_me(averaged.detach())
+            grad = param.flat_like_me(averaged.detach())
+            mine = param.tensor.grad
+            if mine is not None and mine.data_ptr() == averaged.data_ptr():
+                self._used[param.index] = mine, mine._version, None
+            else:
+                self._averaged[param.index] = grad
         step.grads[param.index] = grad
         step.ready[param.index] = ready_event(param.local.device)
         if self._states.gradients is not None and self._states.config.clip_norm is not None:
@@ -391,7 +409,7 @@ class Overlap:
                     " overlap=True had used it already; change it after step"
                 )
         with self._lock:
-            used_up, used = list(self._freed), dict(self._used)
+            used_up, used, averaged = list(self._freed), dict(self._used), dict(self._averaged)
         for index in used_up:
             if states.params[index].tensor.grad is not None:
                 raise self._changed(states.params[index])
@@ -399,7 +417,7 @@ class Overlap:
             is_same = states.params[index].tensor.grad is grad and grad._version == version
             if not is_same or (sample is not None and not _equal(shard_sample(grad), sample)):
                 raise self._changed(states.params[index])
-        for index, used_values in self._averaged.items():  # which DDP has copied to .grad since
+        for index, used_values in averaged.items():
             values = states.params[index].flat_grad()
             if values is None or not torch.equal(values, used_values):
                 raise self._changed(states.params[index])
