@@ -117,7 +117,10 @@ def test_ranks_that_have_no_inputs_left_are_refused_before_a_weight_changes(make
     averaging = parallel(model)
     a.update_after(averaging)
     before = [each.clone() for each in model.parameters()]
-    with averaging.join(), pytest.raises(ConfigError, match=r"join\(\) averages.*leave overlap out"):
+    with (
+        averaging.join(),
+        pytest.raises(ConfigError, match=r"join\(\) averages.*leave overlap out"),
+    ):
         backward(averaging, 0)
     assert_same(model.parameters(), before)
 

@@ -356,11 +356,37 @@ def test_a_model_that_is_sharded_later_is_refused_before_a_weight_changes(
     optimizer.close()
 
 
-def test_sharded_gradients_that_are_changed_after_use_are_an_error(one_rank, small):
-    made = sharded()
+def by_norm(params):
+    nn.utils.clip_grad_norm_(params, 1e-3)
+
+
+def by_value(params):
+    nn.utils.clip_grad_value_(params, 10.0)
+
+
+def unscaled(params):
+    torch._foreach_mul_([each.grad for each in params], 0.5)
+
+
+def negated(params):
+    torch._foreach_neg_([each.grad for each in params])
+
+
+def an_element(params):
+    params[0].grad.to_local()[123, 457] += 1
+
+
+@pytest.mark.parametrize("change", [by_norm, by_value, unscaled, negated, an_element])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sharded_gradients_that_are_changed_after_use_are_an_error(one_rank, small, change, dtype):
+    """Few elements are not zero, as in an embedding, so a look at some elements may miss a change."""
+    made = fully_shard(nn.Linear(1001, 401, bias=False, dtype=dtype))
+    made.weight.data.zero_()
     optimizer = FlashAdamW(made.parameters(), overlap=True, **small)
-    made(torch.ones(2, 1000)).sum().backward()
-    nn.utils.clip_grad_norm_(made.parameters(), 1e-3)
+    inputs = torch.zeros(2, 1001, dtype=dtype)
+    inputs[0, 457], inputs[1, 458] = 20, -20  # as many below zero as above
+    made(inputs)[:, 123].sum().backward()
+    change(list(made.parameters()))
     with pytest.raises(ConfigError, match="was changed between backward and step"):
         optimizer.step()
     optimizer.close()

@@ -57,8 +57,9 @@ def check_all_take_part(parallel: torch.nn.Module) -> None:
     """Raise ConfigError in a context of ``join``, in which ranks average after their last step."""
     if getattr(getattr(parallel, "_join_config", None), "enable", False):
         raise ConfigError(
-            "DistributedDataParallel.join() averages gradients with ranks that make no step any more, and"
-            " overlap=True would update their weights: give all ranks as many inputs, or leave overlap out"
+            "DistributedDataParallel.join() averages gradients with ranks that make no step any more,"
+            " and overlap=True would update their weights: give all ranks as many inputs, or leave"
+            " overlap out"
         )
 
 

@@ -23,7 +23,8 @@ layers computed. ``step`` updates the other tiles and waits.
 
 [Note: changes of a DTensor's gradient]
     torch's functions for lists of tensors, as clipping uses them, change a DTensor without raising any
-    version. Some elements of its shard are kept to compare, so clipping or unscaling is noticed.
+    version. So a fingerprint of all its shard is kept to compare: clipping by value may change few
+    elements, and few may be other than zero.
 
 [Note: gradients that are used up]
     With a budget for gradients, a gradient is dropped as soon as all tiles of its parameter are updated:
@@ -57,7 +58,7 @@ from penstock.optim.averaged import (
 from penstock.optim.config import RING
 from penstock.optim.params import Param, Tile
 from penstock.optim.pool import wait_for_all
-from penstock.optim.shards import shard_sample
+from penstock.optim.shards import shard_fingerprint
 from penstock.optim.states import FlashStates
 from penstock.optim.update import UpdatePass
 from penstock.staging import ready_event
@@ -79,14 +80,16 @@ class Overlap:
         self._order: list[Tile] = []  # in which tiles became ready in the last pass
         self._step: UpdatePass | None = None
         self._times: dict[int, int] = {}
-        # gradients, and their versions and samples then
+        # gradients, and their versions and fingerprints then
         self._used: dict[int, tuple[Tensor, int, Tensor | None]] = {}
         self._missing: dict[int, int] = {}  # by tile: parameters whose gradient is not final
         self._futures: dict[int, Future[None]] = {}
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
         self._freed: set[int] = set()  # parameters whose gradient was used up
         self._norms: dict[int, Tensor] = {}  # of gradients that will be used up
-        self._followed: set[int] = set()  # parameters whose gradients are averaged and then reported
+        self._followed: set[int] = (
+            set()
+        )  # parameters whose gradients are averaged and then reported
         self._modules: list[weakref.ref[torch.nn.Module]] = []  # which average them
         # gradients that were reported and used, laid flat, if DDP copies them to ``.grad`` later
         self._averaged: dict[int, Tensor] = {}
@@ -263,12 +266,12 @@ class Overlap:
                 return
             assert param.tensor.grad is not None
             mine = param.tensor.grad
-            self._used[param.index] = mine, mine._version, shard_sample(mine)
+            self._used[param.index] = mine, mine._version, shard_fingerprint(mine)
         else:
             grad = param.flat_like_me(averaged.detach())
-            mine = param.tensor.grad
-            if mine is not None and mine.data_ptr() == averaged.data_ptr():
-                self._used[param.index] = mine, mine._version, None
+            view = param.tensor.grad
+            if view is not None and view.data_ptr() == averaged.data_ptr():
+                self._used[param.index] = view, view._version, None
             else:
                 self._averaged[param.index] = grad
         step.grads[param.index] = grad
@@ -413,9 +416,11 @@ class Overlap:
         for index in used_up:
             if states.params[index].tensor.grad is not None:
                 raise self._changed(states.params[index])
-        for index, (grad, version, sample) in used.items():
+        for index, (grad, version, fingerprint) in used.items():
             is_same = states.params[index].tensor.grad is grad and grad._version == version
-            if not is_same or (sample is not None and not _equal(shard_sample(grad), sample)):
+            if not is_same or (
+                fingerprint is not None and not _equal(shard_fingerprint(grad), fingerprint)
+            ):
                 raise self._changed(states.params[index])
         for index, used_values in averaged.items():
             values = states.params[index].flat_grad()

@@ -21,14 +21,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.core.errors import ConfigError
+from penstock.optim.offloaded_gradient import OffloadedGradient
+from penstock.store import checksums
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
-_SAMPLE: Final = 251
-"""Elements of a gradient that are compared, at least, if it has as many."""
+_PART: Final = 1 << 20
+"""Elements whose fingerprint is computed at a time, in memory of some times 8 bytes each."""
+_ODD: Final = 0x1E3779B97F4A7C15
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -101,9 +104,7 @@ def local_gradient(param: Tensor, name: str) -> Tensor | None:
     whole, model = _dtensor(grad), _dtensor(param)
     if whole.placements != model.placements or whole.device_mesh != model.device_mesh:
         whole = whole.redistribute(model.device_mesh, model.placements)
-    local = whole._local_tensor
-    wait = getattr(local, "wait", None)  # of a tensor that is still on its way
-    return local if wait is None else cast(Tensor, wait())
+    return _arrived(whole._local_tensor)
 
 
 def gradient_here(param: Tensor) -> Tensor | None:
@@ -111,17 +112,32 @@ def gradient_here(param: Tensor) -> Tensor | None:
     return None if param.grad is None else local_of(param.grad)
 
 
-def shard_sample(grad: Tensor) -> Tensor | None:
-    """Return the bits of some elements of a DTensor's shard, copied; None of another tensor.
+def shard_fingerprint(grad: Tensor) -> Tensor | None:
+    """Return 64 bits, as int64, that differ if a DTensor's shard does; None for any other tensor.
 
-    None, too, of a shard that is itself another kind of tensor.
+    It reads all of the shard. One on flash, or with its values in other tensors, has none either.
     """
-    local: Any = local_of(grad)
-    if not is_sharded(grad) or is_traceable_wrapper_subclass(local) or not local.numel():
+    if not is_sharded(grad):
         return None
-    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.itemsize]
-    step = max(1, local.numel() // _SAMPLE)
-    return cast(Tensor, local.detach().reshape(-1)[::step].clone().view(words))
+    local: Any = _arrived(local_of(grad))
+    if is_traceable_wrapper_subclass(local) or isinstance(local, OffloadedGradient):
+        return None
+    local = local.detach().reshape(-1)
+    if local.device.type == "cpu":
+        digest = checksums.full(local.data_ptr(), local.nbytes)
+        return torch.tensor([digest - (1 << 63)])
+    words = local.view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.itemsize]
+    )
+    total = torch.zeros(1, dtype=torch.int64, device=local.device)
+    for start in range(0, len(words), _PART):
+        mixed = words[start : start + _PART].long()
+        mixed += torch.arange(start, start + len(mixed), device=local.device) * _ODD
+        mixed ^= mixed >> 29  # so that changes which balance each other do not leave the same sum
+        mixed *= _ODD
+        mixed ^= mixed >> 32
+        total += mixed.sum()
+    return total
 
 
 def set_local_gradient(param: Tensor, local: Tensor) -> None:
@@ -227,6 +243,12 @@ def _over_ranks(mine: float, mesh: DeviceMesh, dims: Sequence[int]) -> float:
         torch.distributed.all_gather_into_tensor(found, sent, group=group)
         mine = sum(found.tolist())
     return mine
+
+
+def _arrived(local: Tensor) -> Tensor:
+    """Return the values of a shard that may still be on its way from other ranks."""
+    wait = getattr(local, "wait", None)
+    return local if wait is None else cast(Tensor, wait())
 
 
 def _dtensor(tensor: Tensor) -> DTensor:
