@@ -20,6 +20,7 @@ from penstock.checkpoint import Saving
 from penstock.io.engine import Transfer
 from penstock.optim import gradients as gradients_module
 from penstock.optim.holds import WeightHolds
+from penstock.optim.overlap import Overlap
 from penstock.optim.pipeline import TilePipeline
 from penstock.runtime.cuda.direct import DirectInbound, DirectMover, DirectOutbound
 from penstock.runtime.cuda.inbound import Inbound
@@ -365,13 +366,21 @@ def _over(order: AccessOrder, storage: torch.UntypedStorage | None) -> None:
 
 
 def gradients() -> None:
-    """Counting the last piece of a gradient as written frees its memory, knowing of the others."""
-    _around(gradients_module, "_note_written", _counted)
+    """Counting the last piece of a gradient as written, or used, frees its memory, knowing of the others.
+
+    Gradients of several parameters may be in one memory, so all that are used up count.
+    """
+    _around(
+        gradients_module,
+        "_note_written",
+        lambda order, _, __, tickets, ___: _counted(order, tickets),
+    )
+    _around(Overlap, "_use_up", lambda order, self, *_: _counted(order, self))
 
 
-def _counted(order: AccessOrder, _: object, __: object, tickets: list[Any], ___: object) -> None:
-    order.hand_over(_key(tickets))
-    order.take_over(_key(tickets))
+def _counted(order: AccessOrder, what: object) -> None:
+    order.hand_over(_key(what))
+    order.take_over(_key(what))
 
 
 def records() -> None:
