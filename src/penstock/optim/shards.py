@@ -246,9 +246,17 @@ def _over_ranks(mine: float, mesh: DeviceMesh, dims: Sequence[int]) -> float:
 
 
 def _arrived(local: Tensor) -> Tensor:
-    """Return the values of a shard that may still be on its way from other ranks."""
+    """Return the values of a shard when they are there: they come from other ranks, or from a device.
+
+    FSDP2's ``CPUOffloadPolicy`` of older versions of torch calls hooks while a gradient is being copied
+    to pinned memory, on the stream that is current then.
+    """
     wait = getattr(local, "wait", None)
-    return local if wait is None else cast(Tensor, wait())
+    if wait is not None:
+        return cast(Tensor, wait())
+    if local.device.type == "cpu" and torch.cuda.is_initialized() and local.is_pinned():
+        torch.cuda.current_stream().synchronize()
+    return local
 
 
 def _dtensor(tensor: Tensor) -> DTensor:
