@@ -254,7 +254,7 @@ def _arrived(local: Tensor) -> Tensor:
     wait = getattr(local, "wait", None)
     if wait is not None:
         return cast(Tensor, wait())
-    if local.device.type == "cpu" and torch.cuda.is_initialized() and local.is_pinned():
+    if local.device.type == "cpu" and local.is_pinned():
         torch.cuda.current_stream().synchronize()
     return local
 
