@@ -75,6 +75,30 @@ def test_a_module_that_averages_later_is_refused_before_a_weight_changes(
 
 
 @pytest.mark.parametrize("are_views", [False, True])
+def test_parameters_that_are_added_later_are_updated_after_averages_too(
+    process_group, small, are_views
+):
+    model = network()
+    averaging = parallel(model, gradient_as_bucket_view=are_views)
+    first, *others = model.parameters()
+    a = FlashAdamW([first], lr=1e-2, overlap=True, **small)
+    a.update_after(averaging)
+    train(averaging, a, 0, 2)
+    a.add_param_group({"params": others})
+    averaging.zero_grad()
+    train(averaging, a, 2, 2)
+    theirs = network()
+    first, *others = theirs.parameters()
+    b = torch.optim.AdamW([first], lr=1e-2, fused=True)
+    train(theirs, b, 0, 2)
+    b.add_param_group({"params": others})
+    theirs.zero_grad()
+    train(theirs, b, 2, 2)
+    assert_same(model.parameters(), theirs.parameters())
+    a.close()
+
+
+@pytest.mark.parametrize("are_views", [False, True])
 def test_averaged_gradients_that_are_changed_are_an_error(make, process_group, are_views):
     model = network()
     a = make(model)

@@ -118,6 +118,7 @@ class Overlap:
                 mine = self._tiles_of.setdefault(piece.param, [])
                 if tile not in mine[-1:]:
                     mine.append(tile)
+        self._note_followed()
         for param in states.params:
             if param.index not in self._listening and param.tensor.requires_grad:
                 self._listening.add(param.index)
@@ -138,12 +139,18 @@ class Overlap:
                 " DistributedDataParallel; leave gradient_memory out"
             )
         wanted = {id(param) for param in module.parameters()}
-        mine = {param.index for param in states.params if id(param.tensor) in wanted}
-        if not mine:
+        if not any(id(param.tensor) in wanted for param in states.params):
             raise ConfigError("update_after: none of that module's parameters are this optimizer's")
         average_and_report(module, self)
-        self._followed |= mine
         self._modules.append(weakref.ref(module))
+        self._note_followed()
+
+    def _note_followed(self) -> None:
+        """Note which of the parameters are those of modules that report their gradients."""
+        modules = [module for module in (each() for each in self._modules) if module is not None]
+        wanted = {id(param) for module in modules for param in module.parameters()}
+        self._followed |= {p.index for p in self._states.params if id(p.tensor) in wanted}
+        self._has_looked = False
 
     def averaged(self, bucket: Bucket) -> None:
         """See ``penstock.optim.averaged.Listener``. An error is raised by ``finish``."""
