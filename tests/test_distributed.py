@@ -20,8 +20,6 @@ KINDS = {
     "pipeline": (2, 4),
 }
 """Number of ranks that each kind of parallelism is tested with."""
-STATES_ON_FLASH = ("ddp", "pipeline")
-"""Kinds whose parameters are no DTensors."""
 
 
 def check(told, kind):
@@ -55,8 +53,6 @@ def cases():
     for kind, sizes in KINDS.items():
         for world in sizes:
             for flash in ("activations", "states", "gradients"):
-                if flash != "activations" and kind not in STATES_ON_FLASH:
-                    continue
                 cheap = world == 2 and flash == "activations"
                 yield pytest.param(
                     kind,

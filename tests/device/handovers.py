@@ -20,7 +20,9 @@ from penstock.checkpoint import Saving
 from penstock.io.engine import Transfer
 from penstock.optim import gradients as gradients_module
 from penstock.optim.holds import WeightHolds
+from penstock.optim.overlap import Overlap
 from penstock.optim.pipeline import TilePipeline
+from penstock.optim.update import UpdatePass
 from penstock.runtime.cuda.direct import DirectInbound, DirectMover, DirectOutbound
 from penstock.runtime.cuda.inbound import Inbound
 from penstock.runtime.cuda.lanes import CopyLane
@@ -365,13 +367,22 @@ def _over(order: AccessOrder, storage: torch.UntypedStorage | None) -> None:
 
 
 def gradients() -> None:
-    """Counting the last piece of a gradient as written frees its memory, knowing of the others."""
+    """Counting the last piece of a gradient as written frees its memory, knowing of the others.
+
+    Whoever frees one that was used up knows of all that have used it, or another in the same memory.
+    """
     _around(gradients_module, "_note_written", _counted)
+    _around(Overlap, "_use_up", _used)
 
 
 def _counted(order: AccessOrder, _: object, __: object, tickets: list[Any], ___: object) -> None:
     order.hand_over(_key(tickets))
     order.take_over(_key(tickets))
+
+
+def _used(order: AccessOrder, _: Overlap, index: int, step: UpdatePass) -> None:
+    if index in step.grads:
+        order.released(step.grads[index].untyped_storage().data_ptr())
 
 
 def records() -> None:

@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices"),
 ]
 
-PROGRAM = """
+START = """
 import os, sys, torch, emulator, plugin
 import torch.distributed as dist
 from pathlib import Path
@@ -23,8 +23,6 @@ from torch.distributed.fsdp import fully_shard
 kind, place, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 plugin.prepare()
 from programs import FLASH, Chain
-from offload_runs import session_in
-from penstock.observe.recorder import Stage
 
 device = torch.device("cuda", rank)
 torch.cuda.set_device(device)
@@ -41,6 +39,13 @@ def parallel(model):
 
 def local(tensor):
     return getattr(tensor, "_local_tensor", tensor).detach().cpu()
+
+flash = place / str(rank)
+flash.mkdir()
+"""
+PROGRAM = """
+from offload_runs import session_in
+from penstock.observe.recorder import Stage
 
 def train(path):
     torch.manual_seed(0)
@@ -70,8 +75,6 @@ def elsewhere():
 
 expected = train(None)
 foreign, before = elsewhere(), emulator.calls.emu_context(0).decode()
-flash = place / str(rank)
-flash.mkdir()
 with plugin.judged() as order:
     found = train(flash)
     foreign = elsewhere() - foreign
@@ -84,6 +87,55 @@ if rank == 1:
 assert not complaints, complaints
 assert order.checked > 1000, f"only {order.checked} accesses were judged"
 assert all(map(torch.equal, found, expected)), "the bits differ"
+"""
+OPTIMIZED = """
+import warnings
+from penstock.optim import FlashAdamW
+
+def train(settings=None):
+    torch.manual_seed(0)
+    model = parallel(Chain().to(device))
+    if settings is None:  # torch's step on the host, as that of states on flash is
+        homes = [nn.Parameter(local(each)) for each in model.parameters()]
+        optimizer = torch.optim.AdamW(homes, lr=1e-2, fused=True)
+    else:
+        optimizer = FlashAdamW(model.parameters(), lr=1e-2, flash=flash, tile=4096, **settings)
+        if kind == "ddp" and "overlap" in settings:
+            optimizer.update_after(model)
+    generator = torch.Generator().manual_seed(rank)
+    bits = []
+    for _ in range(3):
+        model(torch.randn(256, 128, generator=generator).to(device)).backward()
+        if settings is not None and "overlap" in settings:
+            assert optimizer._penstock.overlap.is_under_way
+        if settings is None:
+            for home, each in zip(homes, model.parameters()):
+                home.grad = local(each.grad)
+        optimizer.step()
+        if settings is None:
+            with torch.no_grad():
+                for home, each in zip(homes, model.parameters()):
+                    getattr(each, "_local_tensor", each).copy_(home)
+        bits += [local(each) for each in model.parameters()]
+        model.zero_grad()
+    if settings is not None:
+        optimizer.close()
+    return bits
+
+expected = train()
+kinds = [{}, {"overlap": True}, {"gradient_memory": 0}]
+if kind == "fsdp2":
+    kinds.append({"overlap": True, "gradient_memory": 0})
+    kinds.append({"clip_norm": 1e9})  # which is the norm of both ranks, and changes nothing
+with plugin.judged() as order, warnings.catch_warnings(action="ignore"):  # memory of so small states
+    found = [train(each) for each in kinds]
+    complaints = plugin.faults(order)
+assert not complaints, complaints
+assert order.checked > 1000, f"only {order.checked} accesses were judged"
+for settings, bits in zip(kinds, found):
+    assert all(map(torch.equal, bits, expected)), f"the bits differ with {settings}"
+"""
+END = """
 dist.barrier()
 dist.destroy_process_group()
 (place / f"ended {rank}").mkdir()
@@ -95,6 +147,17 @@ os._exit(0)
 def test_ranks_train_bit_for_bit_and_in_order(disk_path, kind):
     if kind == "fsdp2" and torch.__version__.startswith("2.8."):
         pytest.skip("gloo of torch 2.8 gathers from a device's memory as if it were the host's")
+    run_ranks(disk_path, kind, START + PROGRAM + END)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_ranks_train_with_states_on_flash_bit_for_bit_and_in_order(disk_path, kind):
+    if kind == "fsdp2" and torch.__version__.startswith("2.8."):
+        pytest.skip("gloo of torch 2.8 gathers from a device's memory as if it were the host's")
+    run_ranks(disk_path, kind, START + OPTIMIZED + END)
+
+
+def run_ranks(disk_path, kind, program):
     environment = os.environ | {
         "PENSTOCK_SLAB": "16MiB",
         "PENSTOCK_GPU_DIRECT": "off",
@@ -102,7 +165,7 @@ def test_ranks_train_bit_for_bit_and_in_order(disk_path, kind):
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, kind, str(disk_path), str(rank)],
+            [sys.executable, "-c", program, kind, str(disk_path), str(rank)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -4,6 +4,8 @@ import pytest
 import torch
 from gpu_runs import DEVICE
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from penstock.optim import FlashAdamW
 
@@ -97,3 +99,33 @@ def test_threads_that_update_have_the_device_of_the_weights_current(disk_path, o
     found = {pool.submit(torch.cuda.current_device).result() for _ in range(8)}
     optimizer.close()
     assert found == {device.index}
+
+
+@pytest.mark.parametrize("settings", [{"overlap": True}, {"gradient_memory": 0}], ids=str)
+def test_a_shard_s_gradient_is_used_when_it_has_come_from_the_device(disk_path, settings):
+    """FSDP2 on torch 2.8 calls the hooks of a shard in memory with its gradient still on the way."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{disk_path / 'meet'}", rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        shard = nn.Parameter(DTensor.from_local(torch.zeros(WIDTH * WIDTH), mesh, [Shard(0)]))
+        optimizer = FlashAdamW([shard], lr=1e-2, flash=disk_path, tile=102_400, **settings)
+        values = torch.randn(WIDTH * WIDTH, device=DEVICE)
+        landing = torch.zeros(WIDTH * WIDTH, pin_memory=True)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(LONG)
+            landing.copy_(values, non_blocking=True)
+            shard.grad = DTensor.from_local(landing, mesh, [Shard(0)])
+            for hook in shard._post_accumulate_grad_hooks.values():
+                hook(shard)
+        torch.cuda.synchronize()
+        optimizer.step()
+        optimizer.close()
+    finally:
+        torch.distributed.destroy_process_group()
+    expected = nn.Parameter(torch.zeros(WIDTH * WIDTH))
+    expected.grad = values.cpu()
+    torch.optim.AdamW([expected], lr=1e-2, fused=True).step()
+    assert torch.equal(shard.to_local(), expected)

@@ -1,5 +1,8 @@
 """A budget for gradients beside ``DistributedDataParallel``, which averages them after they have left."""
 
+import pytest
+import rank_programs
+
 import preloaded
 
 PROGRAM = """
@@ -61,3 +64,60 @@ def test_gradients_that_are_averaged_over_processes_are_the_same_bits(disk_path)
     done = preloaded.run(["-c", PROGRAM, disk_path / "meet", *places])
     assert done.returncode == 0, done.stderr
     assert all((each / "same").exists() for each in places), done.stderr
+
+
+IN_BACKWARD = """
+import contextlib
+
+def made(views):
+    model = network()
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views, bucket_cap_mb=0.01)
+
+def go(parallel, optimizer, synced, turns, to_none):
+    for step in range(4):
+        for turn in range(turns):
+            with contextlib.nullcontext() if synced or turn == turns - 1 else parallel.no_sync():
+                backward(parallel, step, turn)
+        if isinstance(optimizer, FlashAdamW):
+            assert optimizer._penstock.overlap.is_under_way
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+
+kinds = (False, True) if world == 2 else (False,)
+for views in kinds:
+    for turns, synced, to_none in ((1, True, True), (2, True, True), (2, False, True), (2, False, False)):
+        theirs = made(views)
+        go(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True), synced, turns, to_none)
+        ours = made(views)
+        a = FlashAdamW(
+            ours.parameters(), lr=1e-2, flash=flash, tile=1024, overlap=True,
+            accumulation=turns if synced else 1,
+        )
+        a.update_after(ours)
+        go(ours, a, synced, turns, to_none)
+        assert_same(ours.parameters(), theirs.parameters())
+        a.close()
+        backward(ours, 9)  # which still averages
+        assert on_all(ours.module[0].bias.grad.tolist())[0] == ours.module[0].bias.grad.tolist()
+"""
+
+
+def test_updates_in_backward_use_averaged_gradients(disk_path):
+    rank_programs.run(disk_path, IN_BACKWARD)
+
+
+REFUSED = """
+ours = made(views=True)  # which divides by 3 what is kept between steps, and multiplies the rest by 1/3
+a = FlashAdamW(ours.parameters(), lr=1e-2, flash=flash, tile=1024, overlap=True)
+try:
+    a.update_after(ours)
+    raise AssertionError("followed")
+except ConfigError as error:
+    assert "of 3 ranks with gradient_as_bucket_view=True" in str(error), error
+a.close()
+"""
+
+
+@pytest.mark.slow
+def test_three_ranks_update_in_backward_with_averaged_gradients(disk_path):
+    rank_programs.run(disk_path, IN_BACKWARD + REFUSED, 3)

@@ -146,6 +146,7 @@ def test_what_a_format_cannot_keep_is_refused(small):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*takes more memory than in memory")
 def test_compact_states_converge_beside_exact_ones_on_real_text(small):
     text = zoo.stdlib_text_bytes("1MiB")
     losses = {}
@@ -171,6 +172,7 @@ def test_compact_states_converge_beside_exact_ones_on_real_text(small):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*takes more memory than in memory")
 @pytest.mark.parametrize("format_name", ["exact", "split"])
 def test_200_steps_on_real_text_are_training_with_a_float32_master(format_name, small):
     """The gradients come from the weights, so one bit that differs would spread."""

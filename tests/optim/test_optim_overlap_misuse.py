@@ -57,17 +57,132 @@ def process_group(tmp_path):
     distributed.destroy_process_group()
 
 
+def parallel(model, **settings):
+    return torch.nn.parallel.DistributedDataParallel(model, **settings)
+
+
 @pytest.mark.parametrize("are_views", [False, True])
-def test_gradients_that_are_averaged_over_processes_after_use_are_an_error(
+def test_a_module_that_averages_later_is_refused_before_a_weight_changes(
     make, process_group, are_views
 ):
-    """A group of one: what is averaged is the same, and still it is no longer what was used."""
+    model = network()
+    make(model)
+    before = [each.clone() for each in model.parameters()]
+    averaging = parallel(model, gradient_as_bucket_view=are_views)
+    with pytest.raises(ConfigError, match=r"DistributedDataParallel averages.*update_after"):
+        backward(averaging, 0)
+    assert_same(model.parameters(), before)
+
+
+@pytest.mark.parametrize("are_views", [False, True])
+def test_parameters_that_are_added_later_are_updated_after_averages_too(
+    process_group, small, are_views
+):
+    model = network()
+    averaging = parallel(model, gradient_as_bucket_view=are_views)
+    first, *others = model.parameters()
+    a = FlashAdamW([first], lr=1e-2, overlap=True, **small)
+    a.update_after(averaging)
+    train(averaging, a, 0, 2)
+    a.add_param_group({"params": others})
+    averaging.zero_grad()
+    train(averaging, a, 2, 2)
+    theirs = network()
+    first, *others = theirs.parameters()
+    b = torch.optim.AdamW([first], lr=1e-2, fused=True)
+    train(theirs, b, 0, 2)
+    b.add_param_group({"params": others})
+    theirs.zero_grad()
+    train(theirs, b, 2, 2)
+    assert_same(model.parameters(), theirs.parameters())
+    a.close()
+
+
+@pytest.mark.parametrize("are_views", [False, True])
+def test_averaged_gradients_that_are_changed_are_an_error(make, process_group, are_views):
     model = network()
     a = make(model)
-    parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=are_views)
-    backward(parallel, 0)
-    with pytest.raises(ConfigError, match=r"was changed .* DistributedDataParallel"):
+    averaging = parallel(model, gradient_as_bucket_view=are_views)
+    a.update_after(averaging)
+    backward(averaging, 0)
+    model[0].weight.grad.mul_(2)
+    with pytest.raises(ConfigError, match="was changed between backward and step"):
         a.step()
+
+
+@pytest.mark.parametrize("change", ["another", "zeroed", "element"])
+@pytest.mark.parametrize("are_views", [False, True])
+def test_averaged_gradients_that_are_replaced_or_changed_a_little_are_an_error(
+    make, process_group, are_views, change
+):
+    model = network()
+    a = make(model)
+    averaging = parallel(model, gradient_as_bucket_view=are_views)
+    a.update_after(averaging)
+    for step in range(2):  # the second time its buckets are other ones
+        backward(averaging, step)
+        a.step()
+        a.zero_grad(set_to_none=not step)
+    backward(averaging, 2)
+    last = model[2].weight
+    if change == "another":
+        last.grad = last.grad.clamp(-1e-3, 1e-3)
+    elif change == "zeroed":
+        a.zero_grad()
+    else:
+        last.grad[3, 5] += 1
+    with pytest.raises(ConfigError, match="was changed between backward and step"):
+        a.step()
+
+
+def test_ranks_that_have_no_inputs_left_are_refused_before_a_weight_changes(make, process_group):
+    model = network()
+    a = make(model)
+    averaging = parallel(model)
+    a.update_after(averaging)
+    before = [each.clone() for each in model.parameters()]
+    with (
+        averaging.join(),
+        pytest.raises(ConfigError, match=r"join\(\) averages.*leave overlap out"),
+    ):
+        backward(averaging, 0)
+    assert_same(model.parameters(), before)
+
+
+def test_an_averaged_gradient_too_many_is_an_error(make, process_group):
+    model = network()
+    a = make(model)
+    averaging = parallel(model)
+    a.update_after(averaging)
+    backward(averaging, 0)
+    with pytest.raises(ConfigError, match="got gradient number 2"):
+        backward(averaging, 1)
+
+
+def test_what_cannot_be_followed_is_refused(make, process_group, small):
+    model = network()
+    a = make(model)
+    for settings, text in (
+        ({"find_unused_parameters": True}, "find_unused_parameters=True averages zeros"),
+        ({"static_graph": True}, "static_graph=True averages zeros"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            a.update_after(parallel(model, **settings))
+    with pytest.raises(ConfigError, match="this is a Sequential"):
+        a.update_after(model)
+    with pytest.raises(ConfigError, match="none of that module's parameters"):
+        a.update_after(parallel(network()))
+    averaging = parallel(model)
+    a.update_after(averaging)
+    with pytest.raises(ConfigError, match="has a communication hook already"):
+        a.update_after(averaging)
+    a.close()
+    with pytest.raises(ConfigError, match="gradient_memory does not go with update_after"):
+        make(model, gradient_memory=0).update_after(averaging)
+    plain = FlashAdamW(network().parameters(), **small)
+    with pytest.raises(ConfigError, match="update_after is for overlap=True"):
+        plain.update_after(averaging)
+    plain.close()
 
 
 def test_after_such_an_error_weights_and_a_state_dict_can_be_loaded(make):

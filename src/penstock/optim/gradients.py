@@ -41,6 +41,7 @@ from penstock.optim.offloaded_gradient import (
     discard_all,
 )
 from penstock.optim.params import Param, ParameterPiece, Tile, flat_like
+from penstock.optim.shards import gradient_here, set_local_gradient
 from penstock.staging import copy_across, ready_event
 from penstock.store.base import Ticket
 from penstock.store.window import TransferWindow
@@ -120,7 +121,7 @@ class Gradients:
     @property
     def held_bytes(self) -> int:
         """Bytes that wait in memory and are not being written."""
-        return sum(_bytes_in_memory(param.tensor.grad) for param in self._params)
+        return sum(_bytes_in_memory(gradient_here(param.tensor)) for param in self._params)
 
     def trim(self) -> None:
         """Free memory that holds no gradient."""
@@ -142,7 +143,7 @@ class Gradients:
 
     def settle(self, param: Param) -> None:
         """Offload a parameter's gradient, which was accumulated, if too many wait in memory."""
-        grad = param.tensor.grad
+        grad = gradient_here(param.tensor)
         if grad is None or isinstance(grad, OffloadedGradient) or param.index in self._replaced:
             return
         if not self._must_be_offloaded(grad):
@@ -152,7 +153,7 @@ class Gradients:
         place = GradientPlace(param.index, param.in_shape(flat))
         if self._offload(place):
             nbytes = grad.nbytes
-            param.tensor.grad = OffloadedGradient(place, self, param.tensor)
+            set_local_gradient(param.tensor, OffloadedGradient(place, self, param.local))
             self._replaced.leaves(param.index)
             del grad, flat
             self._free_heap(nbytes)
@@ -171,11 +172,11 @@ class Gradients:
             for piece, found in self._read_all(place) if values else ():
                 flat[piece.start : piece.stop] = found
             real = param.in_shape(flat)
-        device = param.tensor.device
+        device = param.local.device
         if real.device != device:
             there = torch.empty(param.count, dtype=real.dtype, device=device)
             if values:
-                copy_across(flat_like(real, param.tensor), there, ready_event(device))
+                copy_across(flat_like(real, param.local), there, ready_event(device))
             real = param.in_shape(there)
         return real
 
@@ -211,7 +212,7 @@ class Gradients:
         """Begin to write a gradient; return false if that cannot be, and it stays."""
         assert place.real is not None
         param = self._params[place.param]
-        flat = flat_like(place.real, param.tensor)
+        flat = flat_like(place.real, param.local)
         if self._wants_norms:
             place.norm = torch.linalg.vector_norm(flat)
         self._wait_for_room(flat.nbytes)
@@ -323,7 +324,7 @@ class Gradients:
         real = grad.place.real
         if real is None:  # it was written since
             return self._spill.begin_read(grad.place.tickets, piece).wait(grad.dtype), piece.start
-        return flat_like(real, self._params[piece.param].tensor), 0
+        return flat_like(real, self._params[piece.param].local), 0
 
     def _read_ahead(self) -> None:
         while self._ahead and len(self._begun) < TILES_AHEAD:

@@ -63,6 +63,7 @@ class Journal:
 
     Attributes:
         last: Entry of the newer whole file; None if there is none.
+        before: Entry of the older one, which the next step replaces; None if there is none.
     """
 
     def __init__(self, directories: Sequence[str]) -> None:
@@ -95,7 +96,7 @@ class Journal:
                 )
             serials = [-1 if entry is None else entry.serial for entry in found]
             self._next = 0 if serials[0] <= serials[1] else 1
-            self.last = found[1 - self._next]
+            self.last, self.before = found[1 - self._next], found[self._next]
             self._serial = max(0, *serials)
             if self.last is not None:
                 self._secure(self._paths[1 - self._next])
@@ -128,7 +129,7 @@ class Journal:
             os.close(file)
         self._next = 1 - self._next
         self._serial = entry.serial
-        self.last = entry
+        self.last, self.before = entry, self.last
 
     def clear(self) -> None:
         """Forget all steps. Returns when that is on the device. Raises TransferError."""
@@ -140,9 +141,26 @@ class Journal:
                 raise _failed("write", path, 0, error) from error
             finally:
                 os.close(file)
-        self.last = None
+        self.last = self.before = None
         # as without journals: if two first ones are torn, one after the other, they are the same file
         self._next = 0
+
+    def go_back(self) -> None:
+        """Forget the last step, as one that other ranks have not completed; the one before is the last.
+
+        Its records are as they were, because a step writes to places that the last one does not name.
+        Returns when that is on the device. Raises TransferError.
+        """
+        path = self._paths[1 - self._next]
+        file = self._open(path)
+        try:
+            _empty(file)
+        except OSError as error:
+            raise _failed("write", path, 0, error) from error
+        finally:
+            os.close(file)
+        self._next = 1 - self._next
+        self.last, self.before = self.before, None
 
     def close(self) -> None:
         """Release the locks. Idempotent."""

@@ -35,6 +35,22 @@ _FIELDS = frozenset(field.name for field in fields(StatesConfig))
 _log = logging.getLogger("penstock.optim")
 
 
+class StatesElsewhere(defaultdict[Tensor, Any]):
+    """The ``state`` of an optimizer that keeps its states elsewhere: empty, but true once there are some.
+
+    ``torch.distributed.checkpoint.state_dict`` would otherwise make a step to have some.
+    """
+
+    def __init__(self, states: FlashStates) -> None:
+        """Begin without items."""
+        super().__init__(dict)
+        self._states = states
+
+    def __bool__(self) -> bool:
+        """Return whether a step was made, or states were loaded."""
+        return bool(self.keys()) or any(param.has_state for param in self._states.params)
+
+
 class OnFlash(torch.optim.Optimizer):
     """Mixin placed before an optimizer class of torch. Not used alone."""
 
@@ -68,6 +84,7 @@ class OnFlash(torch.optim.Optimizer):
         states = self._penstock = FlashStates(source)
         try:
             torch.optim.Optimizer.__init__(self, params, model.defaults)
+            self.state = StatesElsewhere(states)
             states.begin(Overlap)
         except BaseException:
             states.close()
@@ -104,6 +121,21 @@ class OnFlash(torch.optim.Optimizer):
         _report_costs(self._penstock)
         self._penstock.step()
         return loss
+
+    def update_after(self, parallel: torch.nn.Module) -> None:
+        """With ``overlap``: update when a ``DistributedDataParallel`` has averaged the gradients.
+
+        Call it before the first backward, for each such module. It registers the module's communication
+        hook, which averages as the module itself does. FSDP2 and tensor parallelism do not need it.
+
+        Args:
+            parallel: The module.
+
+        Raises:
+            ConfigError: ``overlap`` is not set; the module is of another class, has a communication hook,
+                or averages zeros for unused parameters.
+        """
+        self._penstock.update_after(parallel)
 
     def rest(self) -> None:
         """Write all states to flash, and hold no memory for them until the next step.
@@ -150,7 +182,7 @@ class OnFlash(torch.optim.Optimizer):
         try:
             made: dict[str, Any] = super().state_dict()
         finally:
-            self.state = defaultdict(dict)
+            self.state = StatesElsewhere(states)
         made["penstock"] = {"steps": states.steps, "norm": states.last_norm}
         return made
 
@@ -169,7 +201,7 @@ class OnFlash(torch.optim.Optimizer):
         groups = dicts.check(states, self.param_groups, document)
         states.prepare_for_load()
         dicts.load(states, document)
-        self.__setstate__({"state": defaultdict(dict), "param_groups": groups})
+        self.__setstate__({"state": StatesElsewhere(states), "param_groups": groups})
         states.loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -177,11 +209,15 @@ class OnFlash(torch.optim.Optimizer):
     def resume(self) -> int:
         """With ``durable``: set weights and states to those of the last completed step.
 
+        If ``torch.distributed`` is initialized, it is the newest step that all its ranks have completed:
+        all call this, each for an optimizer of its own.
+
         Returns:
             The number of that step, from 1; 0 if there is none, and nothing was changed.
 
         Raises:
-            ConfigError: The steps there are another model's, or steps are not durable.
+            ConfigError: The steps there are another model's, or of another number of ranks; the ranks
+                have none in common; or steps are not durable.
         """
         return self._penstock.resume()
 
@@ -246,7 +282,7 @@ def on_flash(optimizer: T, **settings: Any) -> T:
     except BaseException:
         states.close()
         raise
-    optimizer.state = defaultdict(dict)
+    optimizer.state = StatesElsewhere(states)
     made = cast(OnFlash, optimizer)
     made.__class__ = flash_class(cast(Any, cls))
     made._patch_step_function()

@@ -11,6 +11,21 @@ layers computed. ``step`` updates the other tiles and waits.
     use, as it does after any change in place. A gradient that is accumulated again after it was used, or
     changed before ``step`` (clipping, unscaling), is an error: the update cannot be undone.
 
+[Note: gradients that are averaged later]
+    FSDP2 calls a parameter's hooks when it has reduced its gradient, so what they report is final.
+    ``DistributedDataParallel`` averages gradients after autograd's hooks. ``follow`` has it report each
+    one when that is done (:mod:`averaged`); what autograd reports of those parameters is not used. A
+    module that averages and was not named is looked for before the first update.
+
+    Until ``step`` the gradients must stay as they were reported. DDP copies them from its bucket to
+    ``.grad`` after that, so these values are compared with the bucket's. With ``gradient_as_bucket_view``
+    both are the same memory, which DDP leaves alone from then on: its version must stay.
+
+[Note: changes of a DTensor's gradient]
+    torch's functions for lists of tensors, as clipping uses them, change a DTensor without raising any
+    version. So a fingerprint of all its shard is kept to compare: clipping by value may change few
+    elements, and few may be other than zero.
+
 [Note: gradients that are used up]
     With a budget for gradients, a gradient is dropped as soon as all tiles of its parameter are updated:
     ``.grad`` is None then, and must be None in ``step``. Backward waits while too many gradients wait for
@@ -33,9 +48,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
+from penstock.optim.averaged import (
+    Bucket,
+    average_and_report,
+    check_all_take_part,
+    check_can_follow,
+    check_none_averages,
+)
 from penstock.optim.config import RING
 from penstock.optim.params import Param, Tile
 from penstock.optim.pool import wait_for_all
+from penstock.optim.shards import shard_fingerprint
 from penstock.optim.states import FlashStates
 from penstock.optim.update import UpdatePass
 from penstock.staging import ready_event
@@ -57,12 +80,21 @@ class Overlap:
         self._order: list[Tile] = []  # in which tiles became ready in the last pass
         self._step: UpdatePass | None = None
         self._times: dict[int, int] = {}
-        self._used: dict[int, tuple[Tensor, int]] = {}  # gradients, and their versions then
+        # gradients, and their versions and fingerprints then
+        self._used: dict[int, tuple[Tensor, int, Tensor | None]] = {}
         self._missing: dict[int, int] = {}  # by tile: parameters whose gradient is not final
         self._futures: dict[int, Future[None]] = {}
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
         self._freed: set[int] = set()  # parameters whose gradient was used up
         self._norms: dict[int, Tensor] = {}  # of gradients that will be used up
+        self._followed: set[int] = (
+            set()
+        )  # parameters whose gradients are averaged and then reported
+        self._modules: list[weakref.ref[torch.nn.Module]] = []  # which average them
+        # gradients that were reported and used, laid flat, if DDP copies them to ``.grad`` later
+        self._averaged: dict[int, Tensor] = {}
+        self._failure: BaseException | None = None  # of a report
+        self._has_looked = False  # for modules that average
         if states.gradients is not None:
             states.gradients.is_used_now = self._is_used_now
 
@@ -86,6 +118,7 @@ class Overlap:
                 mine = self._tiles_of.setdefault(piece.param, [])
                 if tile not in mine[-1:]:
                     mine.append(tile)
+        self._note_followed()
         for param in states.params:
             if param.index not in self._listening and param.tensor.requires_grad:
                 self._listening.add(param.index)
@@ -94,8 +127,46 @@ class Overlap:
                 listen = param.tensor.register_post_accumulate_grad_hook
                 self._handles.append(listen(hook))  # type: ignore[no-untyped-call]
 
+    def follow(self, parallel: object) -> None:
+        """Update after this ``DistributedDataParallel`` has averaged. Raises ConfigError.
+
+        See [Note: gradients that are averaged later].
+        """
+        module, states = check_can_follow(parallel), self._states
+        if states.gradients is not None:
+            raise ConfigError(
+                "gradient_memory does not go with update_after: gradients are in the buckets of"
+                " DistributedDataParallel; leave gradient_memory out"
+            )
+        wanted = {id(param) for param in module.parameters()}
+        if not any(id(param.tensor) in wanted for param in states.params):
+            raise ConfigError("update_after: none of that module's parameters are this optimizer's")
+        average_and_report(module, self)
+        self._modules.append(weakref.ref(module))
+        self._note_followed()
+
+    def _note_followed(self) -> None:
+        """Note which of the parameters are those of modules that report their gradients."""
+        modules = [module for module in (each() for each in self._modules) if module is not None]
+        wanted = {id(param) for module in modules for param in module.parameters()}
+        self._followed |= {p.index for p in self._states.params if id(p.tensor) in wanted}
+        self._has_looked = False
+
+    def averaged(self, bucket: Bucket) -> None:
+        """See ``penstock.optim.averaged.Listener``. An error is raised by ``finish``."""
+        params = {id(param.tensor): param for param in self._states.params}
+        try:
+            with self._lock, torch.no_grad():
+                for tensor, grad in bucket:
+                    param = params.get(id(tensor))
+                    if param is not None and self._failure is None:
+                        self._accumulated(param, grad)
+        except BaseException as error:  # noqa: BLE001  (the thread is of torch)
+            self._failure = error
+
     def close(self) -> None:
         """Stop listening. Idempotent."""
+        self._followed.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -111,6 +182,12 @@ class Overlap:
         states, begun = self._states, time.perf_counter()
         states.check_can_step()
         step = self._step
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            if self._futures:
+                states.mark_inconsistent(failure)
+            self._give_up()
+            raise failure
         if step is None:
             step = states.begin_pass()
             states.begin_visits(states.order(step.grads))
@@ -125,7 +202,7 @@ class Overlap:
             self._give_up()
             raise
         if states.config.clip_norm is not None:
-            states.note_norm(step, self._norms)
+            states.note_norm(step.grads, self._norms)
         states.end_pass(step, begun)
         self._order = [states.tiles[index] for index in self._futures]
         self._clear()
@@ -141,6 +218,11 @@ class Overlap:
             if overlap is not None:
                 states = overlap._states
                 param = states.params[index]
+                if index in overlap._followed:
+                    overlap._check_is_awaited(param)
+                    states.check_can_step()
+                    states.make_buffers()
+                    return
                 if overlap._is_used_now(param):  # without the lock: they may wait
                     states.check_can_step()
                     states.make_buffers()
@@ -155,28 +237,55 @@ class Overlap:
 
         return accumulated
 
-    def _accumulated(self, param: Param) -> None:
+    def _check_is_awaited(self, param: Param) -> None:
+        """Raise ConfigError if the average of a gradient to come cannot be used.
+
+        It was used already in this step, or ranks have run out of inputs.
+        """
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                check_all_take_part(module)
+        times = self._times.get(param.index, 0)
+        if times >= self._states.config.accumulation and self._step is not None:
+            raise self._too_many(param, times + 1)
+
+    def _too_many(self, param: Param, times: int) -> ConfigError:
+        return ConfigError(
+            f"parameter {param.name} got gradient number {times} since the last step, and"
+            f" overlap=True was told to use number {self._states.config.accumulation}: call step()"
+            " after each backward, or tell how many make a step by accumulation=..., or leave"
+            " overlap out"
+        )
+
+    def _accumulated(self, param: Param, averaged: Tensor | None = None) -> None:
+        """Use a parameter's gradient if it is final: that in ``.grad``, or the one reported."""
+        self._look_for_averages()
         times = self._times[param.index] = self._times.get(param.index, 0) + 1
         if times < self._states.config.accumulation or not self._may_begin():
             return
         if times > self._states.config.accumulation:
-            raise ConfigError(
-                f"parameter {param.name} got gradient number {times} since the last step, and"
-                f" overlap=True was told to use number {self._states.config.accumulation}: call step()"
-                " after each backward, or tell how many make a step by accumulation=..., or leave"
-                " overlap out"
-            )
+            raise self._too_many(param, times)
         step = self._begin()
-        grad = param.flat_grad()
-        if grad is None:
-            return
+        if averaged is None:
+            grad = param.flat_grad()
+            if grad is None:
+                return
+            assert param.tensor.grad is not None
+            mine = param.tensor.grad
+            self._used[param.index] = mine, mine._version, shard_fingerprint(mine)
+        else:
+            grad = param.flat_like_me(averaged.detach())
+            view = param.tensor.grad
+            if view is not None and view.data_ptr() == averaged.data_ptr():
+                self._used[param.index] = view, view._version, None
+            else:
+                self._averaged[param.index] = grad
         step.grads[param.index] = grad
-        step.ready[param.index] = ready_event(param.tensor.device)
-        assert param.tensor.grad is not None
-        self._used[param.index] = param.tensor.grad, param.tensor.grad._version
+        step.ready[param.index] = ready_event(param.local.device)
         if self._states.gradients is not None and self._states.config.clip_norm is not None:
             self._norms[param.index] = torch.linalg.vector_norm(grad)
-        torch.autograd.graph.increment_version(param.tensor)
+        param.note_change()
         for tile in self._tiles_of.get(param.index, ()):
             self._missing[tile.index] -= 1
             if not self._missing[tile.index]:
@@ -247,6 +356,15 @@ class Overlap:
             self._read_ahead()
         return self._step
 
+    def _look_for_averages(self) -> None:
+        """Raise ConfigError if a module will average gradients that are used before that."""
+        if self._has_looked:
+            return
+        alone = [p for p in self._states.params if p.index not in self._followed]
+        names = {id(param.tensor): param.name for param in alone}
+        check_none_averages([param.tensor for param in alone], lambda param: names[id(param)])
+        self._has_looked = True
+
     def _submit(self, tile: Tile, step: UpdatePass) -> None:
         self._futures[tile.index] = self._states.pool.submit(self._update, tile, step)
 
@@ -263,7 +381,7 @@ class Overlap:
         if index not in self._used:
             return
         self._left[index] -= 1
-        tensor, (grad, version) = self._states.params[index].tensor, self._used[index]
+        tensor, (grad, version, _) = self._states.params[index].tensor, self._used[index]
         if not self._left[index] and tensor.grad is grad and grad._version == version:
             del self._used[index]
             self._freed.add(index)
@@ -286,7 +404,7 @@ class Overlap:
                         " set it before backward, or leave overlap out"
                     )
                 step.grads[param.index] = grad
-                step.ready[param.index] = ready_event(param.tensor.device)
+                step.ready[param.index] = ready_event(param.local.device)
         for tile in states.order(step.grads):
             if tile.index not in self._futures:
                 self._submit(tile, step)
@@ -301,17 +419,28 @@ class Overlap:
                     " overlap=True had used it already; change it after step"
                 )
         with self._lock:
-            used_up = [(index, None, 0) for index in self._freed]
-            used = [(index, grad, version) for index, (grad, version) in self._used.items()]
-        for index, expected, version in [*used_up, *used]:
-            grad = states.params[index].tensor.grad
-            if grad is not expected or (grad is not None and grad._version != version):
-                raise ConfigError(
-                    f"the gradient of parameter {states.params[index].name} was changed between"
-                    " backward and step (clipping, unscaling, zero_grad, DistributedDataParallel?), when"
-                    " overlap=True had used it already; use clip_norm=... for clipping, or leave overlap"
-                    " out"
-                )
+            used_up, used, averaged = list(self._freed), dict(self._used), dict(self._averaged)
+        for index in used_up:
+            if states.params[index].tensor.grad is not None:
+                raise self._changed(states.params[index])
+        for index, (grad, version, fingerprint) in used.items():
+            is_same = states.params[index].tensor.grad is grad and grad._version == version
+            if not is_same or (
+                fingerprint is not None and not _equal(shard_fingerprint(grad), fingerprint)
+            ):
+                raise self._changed(states.params[index])
+        for index, used_values in averaged.items():
+            values = states.params[index].flat_grad()
+            if values is None or not torch.equal(values, used_values):
+                raise self._changed(states.params[index])
+
+    def _changed(self, param: Param) -> ConfigError:
+        return ConfigError(
+            f"the gradient of parameter {param.name} was changed between"
+            " backward and step (clipping, unscaling, zero_grad, DistributedDataParallel?), when"
+            " overlap=True had used it already; use clip_norm=... for clipping, or leave overlap"
+            " out"
+        )
 
     def _give_up(self) -> None:
         """Forget a pass that failed, when no thread is at work on it any more."""
@@ -333,6 +462,8 @@ class Overlap:
         self._left.clear()
         self._freed.clear()
         self._norms.clear()
+        self._averaged.clear()
+        self._failure = None
 
     def _read_ahead(self) -> None:
         """Tiles will be visited as in the last pass; in the first, from the last layer on."""
@@ -357,6 +488,10 @@ def _check_alone(param: Param, mine: Overlap) -> None:
         f"parameter {param.name} is updated in backward by another optimizer with overlap=True, and"
         " would be by both: close() that one first"
     )
+
+
+def _equal(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and torch.equal(one, other)
 
 
 def _same(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

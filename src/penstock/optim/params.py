@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.core.errors import ConfigError
 from penstock.core.units import round_up
@@ -26,6 +25,7 @@ from penstock.homed import home_of
 from penstock.optim.formats import UNIT, Array, Form, State, form_of, stepped_dtype
 from penstock.optim.offloaded_gradient import OffloadedGradient
 from penstock.optim.probe import KeptStates, ProbedOptimizer, probe
+from penstock.optim.shards import check_can_be_laid, global_like, local_gradient, local_of, placed
 
 
 class Param:
@@ -36,7 +36,7 @@ class Param:
         group: Number of its group.
         index: Its number in the optimizer.
         name: For messages.
-        count: Its elements.
+        count: Elements that this process has of it: all, or its shard's.
         scalars: What the optimizer keeps for it besides a value for each element.
         has_state: True if it was updated before.
     """
@@ -59,15 +59,16 @@ class Param:
 
         Raises:
             ConfigError: Its elements do not lie densely in memory, are not real floats, or are kept in
-                other tensors.
+                tensors of another kind than a DTensor's.
         """
-        check_is_plain(tensor, name)
-        if not tensor.is_floating_point() or tensor.layout != torch.strided:
+        check_can_be_laid(tensor, name)
+        local = local_of(tensor)
+        if not local.is_floating_point() or local.layout != torch.strided:
             raise ConfigError(
-                f"parameter {name} is {tensor.dtype}, {tensor.layout}; states on flash are for"
+                f"parameter {name} is {local.dtype}, {local.layout}; states on flash are for"
                 " strided real floats: keep this one's states in memory, with an optimizer of its own"
             )
-        if tensor.device.type == "meta":
+        if local.device.type == "meta":
             raise ConfigError(
                 f"parameter {name} is on the meta device and has no values; materialize the model"
                 " first: to_empty(device=...), and load or initialize its weights"
@@ -76,17 +77,22 @@ class Param:
         self.group = group
         self.index = index
         self.name = name
-        self.count = tensor.numel()
+        self.count = local.numel()
         self.scalars: dict[str, Any] = {}
         self.has_state = False
         self._key = self._now()
         self._flat: Tensor | None = None
-        self._seen: tuple[int, object] | None = None
-        if not _is_dense(tensor):
+        self._seen: tuple[int, int, object] | None = None
+        if not _is_dense(local):
             raise ConfigError(
-                f"parameter {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} has"
+                f"parameter {name} of shape {tuple(local.shape)} and strides {local.stride()} has"
                 " gaps or overlaps in memory; make it contiguous"
             )
+
+    @property
+    def local(self) -> Tensor:
+        """Return the values that this process has: the parameter, or its shard if it is a DTensor."""
+        return local_of(self.tensor)
 
     def check(self) -> None:
         """Raise ConfigError if it is not what it was."""
@@ -94,9 +100,9 @@ class Param:
         if now != self._key:
             old, new = self._key, now
             raise ConfigError(
-                f"parameter {self.name} was shape {tuple(old[0])}, {old[2]} on {old[3]}, and is now"
-                f" {tuple(new[0])}, {new[2]} on {new[3]} (strides {old[1]}, {new[1]}): its states do"
-                " not fit any more; make a new optimizer, or load a state dict into one"
+                f"parameter {self.name} was shape {tuple(old[0])}, {old[2]} on {old[3]}{old[4]}, and is"
+                f" now {tuple(new[0])}, {new[2]} on {new[3]}{new[4]} (strides {old[1]}, {new[1]}): its"
+                " states do not fit any more; make a new optimizer, or load a state dict into one"
             )
 
     def note(self) -> None:
@@ -108,24 +114,31 @@ class Param:
         """Return whether anything else may have changed it since the last ``note``."""
         return self._seen not in (None, self._state())
 
-    def _state(self) -> tuple[int, object]:
-        """Return the version of its values, and where they are: at home, wherever they are now."""
-        place = home_of(self.tensor)
-        return self.tensor._version, self.tensor.data_ptr() if place is None else place
+    def note_change(self) -> None:
+        """Tell autograd that its values were changed in place."""
+        torch.autograd.graph.increment_version(self.tensor)
+
+    def _state(self) -> tuple[int, int, object]:
+        """Return the versions of its values, and where they are: at home, wherever they are now."""
+        place, local = home_of(self.tensor), self.local
+        where = local.data_ptr() if place is None else place
+        return self.tensor._version, local._version, where
 
     def flat(self) -> Tensor:
         """Elements of the parameter in memory order, which share its memory and version."""
-        return flat_like(Tensor.detach(self.tensor), self.tensor)
+        local = self.local
+        return flat_like(Tensor.detach(local), local)
 
     def flat_grad(self) -> Tensor | None:
         """Return its gradient in the same order, copied only if it lies otherwise; None: it has none.
 
-        One on flash is returned as it is; it is read from there in that order.
+        One on flash is returned as it is; it is read from there in that order. Of a DTensor it is the
+        shard's; if the gradient is placed otherwise, all ranks exchange it.
 
         Raises:
             ConfigError: The gradient is sparse.
         """
-        grad = self.tensor.grad
+        grad = local_gradient(self.tensor, self.name)
         if grad is None or isinstance(grad, OffloadedGradient):
             return grad
         if grad.layout != torch.strided:
@@ -133,30 +146,28 @@ class Param:
                 f"parameter {self.name} has a sparse gradient; states on flash need dense ones:"
                 " Embedding(..., sparse=False)"
             )
-        grad = grad.detach()
-        if grad.stride() != self.tensor.stride():
-            flat = torch.empty(self.count, dtype=grad.dtype, device=self.tensor.device)
-            grad = self.in_shape(flat).copy_(grad)
-        return flat_like(grad, self.tensor)
+        return self.flat_like_me(grad.detach())
+
+    def flat_like_me(self, values: Tensor) -> Tensor:
+        """Return values of its local shape as one line in its order, copied if they lie otherwise."""
+        local = self.local
+        if values.stride() != local.stride():
+            flat = torch.empty(self.count, dtype=values.dtype, device=local.device)
+            values = self.in_shape(flat).copy_(values)
+        return flat_like(values, local)
 
     def in_shape(self, flat: Tensor) -> Tensor:
-        """Return values in the order of ``flat`` in the parameter's shape; they share memory."""
-        return flat.as_strided(self.tensor.shape, self.tensor.stride())
+        """Return values in the order of ``flat`` in the parameter's local shape; they share memory."""
+        local = self.local
+        return flat.as_strided(local.shape, local.stride())
 
-    def _now(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
-        tensor = self.tensor
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    def in_global_shape(self, flat: Tensor) -> Tensor:
+        """Return values in the order of ``flat`` as what the parameter is: a DTensor if it is one."""
+        return global_like(self.in_shape(flat), self.tensor)
 
-
-def check_is_plain(tensor: Any, name: str) -> None:
-    """Raise ConfigError for a parameter that keeps its values in other tensors, as a DTensor does."""
-    if is_traceable_wrapper_subclass(tensor):
-        raise ConfigError(
-            f"parameter {name} is a {type(tensor).__name__}, which keeps its values in other tensors"
-            " (FSDP2's fully_shard and tensor parallelism turn parameters into DTensors); states on"
-            " flash are for plain tensors: keep the states of this optimizer in memory, or train with"
-            " DistributedDataParallel"
-        )
+    def _now(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, str]:
+        local = self.local
+        return local.shape, local.stride(), local.dtype, local.device, placed(self.tensor)
 
 
 def flat_like(tensor: Tensor, model: Tensor) -> Tensor:
@@ -310,8 +321,9 @@ class Groups:
         tiles: list[Tile] = []
         kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
         for param in new:
-            on_host = param.tensor.device.type == "cpu"
-            kinds.setdefault((param.tensor.dtype, on_host), []).append((param.index, param.count))
+            local = param.local
+            on_host = local.device.type == "cpu"
+            kinds.setdefault((local.dtype, on_host), []).append((param.index, param.count))
         for (dtype, on_host), mine in kinds.items():
             has_master = self._source.with_master or group["format"] != "exact" or not on_host
             stepped = stepped_dtype(dtype, with_master=has_master)
@@ -346,6 +358,10 @@ class Groups:
         """Return the states that the optimizer keeps for the parameters in a tile."""
         return self.laid[tile.group].kept[tile.form.param_dtype]
 
+    def form(self, param: Param) -> Form:
+        """Return the form of the records of a parameter."""
+        return next(f for f in self.laid[param.group].forms if f.param_dtype == param.tensor.dtype)
+
     def initial_in(self, tile: Tile) -> Mapping[str, Any]:
         """Return the states of a tile's parameters that exist before a first step."""
         return self.laid[tile.group].initial
@@ -361,12 +377,10 @@ class Groups:
         if len(now) != len(self.params) or any(
             tensor is not param.tensor for tensor, param in zip(now, self.params, strict=True)
         ):
-            for number, group in enumerate(groups):
-                for place, tensor in enumerate(group["params"]):
-                    check_is_plain(tensor, _name(tensor, group, number, place))
             raise ConfigError(
-                "the parameters of a group were exchanged, taken away or added to by hand, and their"
-                " states cannot know: use add_param_group(), or make a new optimizer"
+                "the parameters of a group were exchanged, taken away or added to by hand (sharded after"
+                " the optimizer was made?), and their states cannot know: shard the model first and make"
+                " the optimizer then; for more parameters use add_param_group()"
             )
         for param in self.params:
             param.check()

@@ -21,9 +21,10 @@ from penstock.io.files import open_unlinked_buffered
 from penstock.io.traffic_report import written
 from penstock.observe.clients import OPTIMIZER
 from penstock.optim import packing
-from penstock.optim.formats import MASTER, Array
+from penstock.optim.formats import MASTER, UNIT, Array
 from penstock.optim.holds import WeightHolds
 from penstock.optim.params import Param, ParameterPiece, Tile, fresh_scalars
+from penstock.optim.shards import local_of, local_state
 from penstock.optim.states import FlashStates
 from penstock.staging import copy_across, ready_event
 
@@ -75,11 +76,17 @@ class _Room:
                 param = states.params[piece.param]
                 for array in tile.arrays:
                     key = (param.index, array.name)
-                    if key in seen or not param.has_state or packing.is_copy(array, param.tensor):
+                    if key in seen or not param.has_state or packing.is_copy(array, param.local):
                         continue
                     seen.add(key)
                     places.append((key, array, end, param.count))
                     end = round_up(end + param.count * array.dtype.itemsize, 64)
+        for param in states.params:
+            if param.has_state and not param.count:
+                for array in states.groups.form(param).arrays(UNIT):
+                    if not packing.is_copy(array, param.local):
+                        empty = torch.empty(0, dtype=array.dtype)
+                        self._flat[param.index, array.name] = empty
         memory = _memory(end, states.config.directories[0])
         for key, array, start, count in places:
             raw = torch.from_numpy(memory[start : start + count * array.dtype.itemsize])
@@ -93,7 +100,7 @@ class _Room:
 
     def tensors(self, param: Param) -> dict[str, Tensor]:
         mine = {name: flat for (index, name), flat in self._flat.items() if index == param.index}
-        return {name: param.in_shape(flat) for name, flat in mine.items()}
+        return {name: param.in_global_shape(flat) for name, flat in mine.items()}
 
 
 def _memory(nbytes: int, directory: str) -> Any:
@@ -164,8 +171,8 @@ def _check_param(states: FlashStates, param: Param, state: Mapping[str, Any]) ->
             f" {sorted(known)}: it is of another optimizer"
         )
     for key in arrays | ({MASTER} & state.keys()):
-        value = state[key]
-        if not isinstance(value, Tensor) or value.shape != param.tensor.shape:
+        value = local_state(state[key], param.tensor, param.name, key)
+        if not isinstance(value, Tensor) or value.shape != param.local.shape:
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
             raise ConfigError(
                 f"the state dict's {key!r} for parameter {param.name} has {what}: it is of another model"
@@ -253,7 +260,7 @@ def _load_master(
     array: Array, memory: Any, piece: ParameterPiece, param: Param, saved: Tensor | None
 ) -> None:
     mine = param.flat()[piece.start : piece.stop]
-    if saved is None or packing.is_copy(array, param.tensor):
+    if saved is None or packing.is_copy(array, param.local):
         values = _on_host(mine, array.dtype)
     else:
         values = _part(saved, param, piece, array.dtype)
@@ -267,7 +274,7 @@ def _load_master(
 
 def _part(value: Tensor, param: Param, piece: ParameterPiece, dtype: torch.dtype) -> Tensor:
     """A piece of a saved state, which may lie in another order than the parameter."""
-    model = param.tensor
+    value, model = local_of(value), param.local
     if value.stride() == model.stride():
         flat = value.detach().as_strided((param.count,), (1,))
         return _on_host(flat[piece.start : piece.stop], dtype)

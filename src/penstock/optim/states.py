@@ -36,6 +36,7 @@ from penstock.optim.params import Groups, Tile, fresh_scalars, options_of
 from penstock.optim.pipeline import RecordBuffer, TilePipeline
 from penstock.optim.pool import make_pool, wait_for_all
 from penstock.optim.probe import ProbedOptimizer
+from penstock.optim.shards import common_step, is_sharded, total_norm
 from penstock.optim.squeeze import Squeezer, slack_bytes
 from penstock.optim.store import RecordStore
 from penstock.optim.update import UpdatePass, Updater
@@ -54,6 +55,9 @@ class BackwardUpdates(Protocol):
 
     def listen(self) -> None:
         """Listen to parameters that were added."""
+
+    def follow(self, parallel: object) -> None:
+        """Update after this ``DistributedDataParallel`` has averaged. Raises ConfigError."""
 
     def finish(self) -> None:
         """Update what is left and wait for everything. Raises as ``FlashStates.step``."""
@@ -165,6 +169,17 @@ class FlashStates:
         elif self.gradients is not None:
             self.gradients.listen()
 
+    def update_after(self, parallel: object) -> None:
+        """See ``OnFlash.update_after``."""
+        self.check_usable()
+        self.check_between_steps("update_after()")
+        if self.overlap is None:
+            raise ConfigError(
+                "update_after is for overlap=True: without it step() comes after the average anyway;"
+                " leave the call out"
+            )
+        self.overlap.follow(parallel)
+
     # -- a step -----------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -212,15 +227,21 @@ class FlashStates:
                 grads[param.index] = grad
         factor = None
         if self.config.clip_norm is not None:
-            factor = self._clip(list(grads.values()))
+            self.note_norm(grads, {})
+            factor = self.factor_of(self.last_norm) if self._is_sharded or grads else None
         return self.make_pass(grads, factor)
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Return whether parameters are spread over processes, of which some may have no gradient."""
+        return any(is_sharded(param.tensor) for param in self.params)
 
     def make_pass(self, grads: dict[int, Tensor], factor: Tensor | None) -> UpdatePass:
         """Return a pass over these gradients, with the present options of the groups."""
         options = [
             fresh_scalars(options_of(group)) for group in self._source.optimizer.param_groups
         ]
-        devices = {index: self.params[index].tensor.device for index in grads}
+        devices = {index: self.params[index].local.device for index in grads}
         events = {device: ready_event(device) for device in {*devices.values()}}
         ready = {index: events[device] for index, device in devices.items()}
         was_set = frozenset(param.index for param in self.params if param.was_set)
@@ -267,6 +288,11 @@ class FlashStates:
             step: The pass.
             begun_s: When the training thread began to wait for it.
         """
+        for param in self.params:
+            if not param.count and param.tensor.grad is not None:
+                initial = self.groups.laid[param.group].initial
+                form = self.groups.form(param)
+                self._updater.update_empty(param, form, step, initial)
         for index, scalars in step.scalars.items():
             self.params[index].scalars = scalars
             self.params[index].has_state = True
@@ -316,28 +342,31 @@ class FlashStates:
             if param.has_state:
                 param.note()
 
-    def _clip(self, grads: list[Tensor]) -> Tensor | None:
-        """Return the factor by which ``torch.nn.utils.clip_grad_norm_`` would multiply gradients."""
-        if not grads:
-            return None
-        self.last_norm = torch.nn.utils.get_total_norm(grads)
-        return self.factor_of(self.last_norm)
-
     def factor_of(self, norm: Tensor | None) -> Tensor:
         """Return the factor that clips gradients of this norm, as ``clip_grads_with_norm_`` does."""
         assert self.config.clip_norm is not None
         assert norm is not None
         return torch.clamp(self.config.clip_norm / (norm.cpu() + 1e-6), max=1.0)
 
-    def note_norm(self, step: UpdatePass, known: Mapping[int, Tensor]) -> None:
-        """Remember the norm of a pass's gradients for the next one; ``known`` has some of them."""
-        in_order = sorted(step.grads.items())  # summed as they are without overlap
-        if not known:
-            self.last_norm = torch.nn.utils.get_total_norm([grad for _, grad in in_order])
+    def note_norm(self, grads: Mapping[int, Tensor], known: Mapping[int, Tensor]) -> None:
+        """Take the norm of all gradients as the last one; of parameters on many ranks, over all of them.
+
+        Args:
+            grads: By parameter.
+            known: Norms of some of them, by parameter.
+        """
+        in_order = sorted(grads.items())  # so that the sum is the same with overlap
+        if not known and not self._is_sharded:
+            if grads:
+                self.last_norm = torch.nn.utils.get_total_norm([grad for _, grad in in_order])
             return
-        norms = [known[i] if i in known else torch.linalg.vector_norm(g) for i, g in in_order]
-        together = torch.stack([norm.to(norms[0].device) for norm in norms])
-        self.last_norm = torch.linalg.vector_norm(together)
+        norms = {i: known[i] if i in known else torch.linalg.vector_norm(g) for i, g in in_order}
+        if self._is_sharded:
+            self.last_norm = total_norm([param.tensor for param in self.params], norms)
+        else:
+            found = list(norms.values())
+            together = torch.stack([norm.to(found[0].device) for norm in found])
+            self.last_norm = torch.linalg.vector_norm(together)
 
     def _run(self, tiles: Iterable[Tile], visit: Callable[[Tile], None]) -> None:
         futures = [self.pool.submit(visit, tile) for tile in tiles]
@@ -377,12 +406,16 @@ class FlashStates:
             raise ConfigError(
                 "there is nothing to resume: set durable=True, for this run and the next"
             )
-        last = self._journal.last
-        if last is None:
-            return 0
-        self._restore(last)
+        entries = [e for e in (self._journal.last, self._journal.before) if e is not None]
+        step = common_step([entry.step for entry in entries])
+        if entries and entries[0].step != step:  # others have not completed it
+            for entry in entries[1:]:
+                self._check_layout(entry)
+            self._journal.go_back()
+        if self._journal.last is not None:
+            self._restore(self._journal.last)
         self._blocked = None
-        return last.step
+        return step
 
     def prepare_for_load(self) -> None:
         """Protect the last durable step while all states are replaced, or forget it first.
@@ -409,20 +442,23 @@ class FlashStates:
             [t.group, t.form.format, str(t.form.param_dtype), t.elements, t.record_bytes]
             for t in self.tiles
         ]
-        shapes = [[list(p.tensor.shape), list(p.tensor.stride()), p.group] for p in self.params]
+        shapes = [[list(p.local.shape), list(p.local.stride()), p.group] for p in self.params]
         arrays = {array for tile in self.tiles for array in tile.arrays}
         names = sorted([a.name, a.packing, str(a.dtype), a.nbytes] for a in arrays)
         count = len(self.config.directories)
         everything = json.dumps([self.class_name, facts, shapes, names, count])
         return xxhash.xxh3_128_hexdigest(everything.encode())
 
-    def _restore(self, entry: JournalEntry) -> None:
+    def _check_layout(self, entry: JournalEntry) -> None:
         if entry.layout != self._layout():
             raise ConfigError(
                 f"the durable steps in {self.config.directories[0]!r} are of another model, other"
-                " groups, another format or tile; make the optimizer as it was then, or name another"
-                " directory"
+                " groups, another format or tile, or another number of ranks; make the optimizer as it"
+                " was then, or name another directory"
             )
+
+    def _restore(self, entry: JournalEntry) -> None:
+        self._check_layout(entry)
         self.pipeline.forget_all()
         self.store.restore(entry.tiles, self.tiles)
         for param, (has_state, scalars) in zip(self.params, entry.params, strict=True):
@@ -487,7 +523,7 @@ class FlashStates:
     def pool(self) -> ThreadPoolExecutor:
         """Threads that update tiles; started when they are first needed."""
         if self._pool is None:
-            devices = (param.tensor.device for param in self.params)
+            devices = (param.local.device for param in self.params)
             device = next((each for each in devices if each.type == "cuda"), None)
             self._pool = make_pool(self.threads, device)
         return self._pool

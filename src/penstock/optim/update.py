@@ -44,7 +44,7 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.units import round_up
 from penstock.optim import compact_adam, packing
-from penstock.optim.formats import MASTER, UNIT, Array
+from penstock.optim.formats import MASTER, UNIT, Array, Form
 from penstock.optim.gradients import Share
 from penstock.optim.params import Param, ParameterPiece, Tile, fresh_scalars
 from penstock.optim.pipeline import RecordBuffer
@@ -154,6 +154,24 @@ class Updater:
             for item in items:
                 self._keep(item, work)
 
+    def update_empty(
+        self, param: Param, form: Form, step: UpdatePass, initial: Mapping[str, Any]
+    ) -> None:
+        """Step a parameter of which this process has no element, so that it counts as torch's does."""
+        weight = torch.empty(0, dtype=form.master_dtype)
+        weight.grad = torch.empty_like(weight)
+        states: dict[str, Any] = fresh_scalars(param.scalars)
+        for state in form.states:
+            if param.has_state or state.name in initial:
+                states[state.name] = torch.empty(0, dtype=state.dtype)
+        horse = workhorse(self._source)
+        horse.param_groups = [{**step.options[param.group], "params": [weight]}]
+        horse.state = defaultdict(dict, {weight: states})
+        self._step(horse)
+        names = {state.name for state in form.states}
+        made = horse.state[weight]
+        step.scalars[param.index] = {k: v for k, v in made.items() if k not in names}
+
     def _did_at_once(self, piece: ParameterPiece, work: _Work) -> bool:
         """Update a piece in one pass, unless it has no states yet, or no gradient."""
         param, step = self._params[piece.param], work.step
@@ -185,7 +203,7 @@ class Updater:
                 keys=keys,
                 first=part.start,
             )
-        torch.autograd.graph.increment_version(param.tensor)
+        param.note_change()
         step.scalars[piece.param] = scalars
         return True
 
@@ -271,7 +289,7 @@ class Updater:
         mine = item.param.flat()[item.piece.start : item.piece.stop]
         if item.words is not None:
             packing.cut(array, work.memory, item.piece.at, item.words, packing.bits_of(mine))
-            torch.autograd.graph.increment_version(item.param.tensor)
+            item.param.note_change()
         elif packing.is_copy(array, mine):
             packing.plain(array, work.memory, item.piece.at, mine.numel()).copy_(mine)
         else:
