@@ -6,7 +6,7 @@ and every time is a ratio to the plain step of the same round:
 * ``plain``: PyTorch alone (Penstock's session is paused);
 * ``penstock``: policy ``auto`` under the stated budget, to pinned host memory or through it to flash;
 * ``checkpoint``: ``torch.utils.checkpoint`` around each block;
-* ``save_on_cpu``: ``torch.autograd.graph.save_on_cpu(pin_memory=True)``.
+* ``save_on_cpu``: ``torch.autograd.graph.save_on_cpu(pin_memory=True)``, whose first step pins memory.
 
 On a machine without CUDA nothing is measured.
 """
@@ -32,6 +32,8 @@ import penstock
 from penstock.core.units import GIB, format_bytes, parse_bytes
 from penstock.lab import zoo
 from penstock.testing.gpu import steps
+
+PEERS = ("checkpoint", "save_on_cpu")
 
 
 def main() -> None:
@@ -80,9 +82,10 @@ def record(results: dict[str, Any], args: argparse.Namespace) -> None:
         "budget_share": args.budget_share,
         "host_memory_bytes": args.host_memory,
         "scale": args.scale,
+        "recompute": args.recompute,
     }
     into = os.environ.get("OUT") or _results.RESULTS
-    path = _results.write("gpu_offload", results, config, directory=args.dir, into=into)
+    path = _results.write(args.name, results, config, directory=args.dir, into=into)
     print(f"wrote {path.name}")
 
 
@@ -96,6 +99,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="*", choices=steps.JOBS, default=list(steps.JOBS))
     parser.add_argument("--places", nargs="*", choices=["host", "flash"], default=["host", "flash"])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
+    parser.add_argument("--recompute", action="store_true", help="the setting of the session")
+    parser.add_argument("--name", default="gpu_offload", help="of the result file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of the batch sizes")
     parser.add_argument("--budget-share", type=float, default=0.5, help="of what autograd saves")
@@ -114,12 +120,13 @@ def parse() -> argparse.Namespace:
 
 def measure(job: steps.TrainingJob, place: str, args: argparse.Namespace) -> dict[str, Any]:
     def rivals(network: zoo.Network, session: penstock.Session) -> steps.Modes:
-        return {
+        contexts = {
             "checkpoint": lambda: peers.checkpointed(network, session),
             "save_on_cpu": lambda: peers.hooked(
                 session, torch.autograd.graph.save_on_cpu(pin_memory=True)
             ),
         }
+        return {name: contexts[name] for name in args.peers}
 
     return steps.measure(
         steps.NetworkTraining(job, max(2, round(job.batch * args.scale))),
@@ -128,6 +135,7 @@ def measure(job: steps.TrainingJob, place: str, args: argparse.Namespace) -> dic
         flash=args.dir if place == "flash" else (),
         rounds=args.rounds,
         end_s=args.end_s,
+        settings={"recompute": args.recompute},
         more_modes=rivals,
     )
 

@@ -102,9 +102,14 @@ def test_a_block_is_brought_as_one_within_the_limit(compile_blocks, backend, tmp
 
 @on_backends
 def test_blocks_that_are_compiled_in_the_session_are_right_and_slower(backend, tmp_path):
-    """Their weights are touched one by one, since the session does not know of the calls."""
+    """Their weights are touched one by one, since the session does not know of the calls.
+
+    Each touch breaks the graph. ``inductor`` then joins other operators to a kernel than it does without
+    breaks, and rounds differently: seen on an H100.
+    """
     plain, model = built(), built()
     expected = steps(plain, in_place(plain, backend))
+    compare = torch.testing.assert_close if backend == "inductor" else assert_same
     with on_device_flash(model, tmp_path, limit=LIMIT + WEIGHT_BYTES) as session:
-        assert_same(steps(model, in_place(model, backend)), expected)
+        compare(steps(model, in_place(model, backend)), expected)
         assert len(session._weights.touches) == 2 * BLOCKS

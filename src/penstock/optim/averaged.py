@@ -23,7 +23,7 @@ Bucket = Sequence[tuple[Tensor, Tensor]]
 """Parameters, and their gradients."""
 
 
-class Listener(Protocol):
+class AverageListener(Protocol):
     """Whoever uses averaged gradients."""
 
     def averaged(self, bucket: Bucket) -> None:
@@ -63,7 +63,7 @@ def check_all_take_part(parallel: torch.nn.Module) -> None:
         )
 
 
-def average_and_report(parallel: DistributedDataParallel, listener: Listener) -> None:
+def average_and_report(parallel: DistributedDataParallel, listener: AverageListener) -> None:
     """Average this module's gradients by a communication hook that reports them.
 
     Raises:

@@ -153,7 +153,7 @@ class Overlap:
         self._has_looked = False
 
     def averaged(self, bucket: Bucket) -> None:
-        """See ``penstock.optim.averaged.Listener``. An error is raised by ``finish``."""
+        """See ``penstock.optim.averaged.AverageListener``. An error is raised by ``finish``."""
         params = {id(param.tensor): param for param in self._states.params}
         try:
             with self._lock, torch.no_grad():

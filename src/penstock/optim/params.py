@@ -25,7 +25,14 @@ from penstock.homed import home_of
 from penstock.optim.formats import UNIT, Array, Form, State, form_of, stepped_dtype
 from penstock.optim.offloaded_gradient import OffloadedGradient
 from penstock.optim.probe import KeptStates, ProbedOptimizer, probe
-from penstock.optim.shards import check_can_be_laid, global_like, local_gradient, local_of, placed
+from penstock.optim.shards import (
+    check_can_be_laid,
+    global_like,
+    is_sharded,
+    local_gradient,
+    local_of,
+    placed,
+)
 
 
 class Param:
@@ -43,6 +50,7 @@ class Param:
 
     __slots__ = (
         "_flat",
+        "_is_sharded",
         "_key",
         "_seen",
         "count",
@@ -80,6 +88,7 @@ class Param:
         self.count = local.numel()
         self.scalars: dict[str, Any] = {}
         self.has_state = False
+        self._is_sharded = is_sharded(tensor)
         self._key = self._now()
         self._flat: Tensor | None = None
         self._seen: tuple[int, int, object] | None = None
@@ -92,7 +101,7 @@ class Param:
     @property
     def local(self) -> Tensor:
         """Return the values that this process has: the parameter, or its shard if it is a DTensor."""
-        return local_of(self.tensor)
+        return local_of(self.tensor) if self._is_sharded else self.tensor
 
     def check(self) -> None:
         """Raise ConfigError if it is not what it was."""
@@ -138,7 +147,8 @@ class Param:
         Raises:
             ConfigError: The gradient is sparse.
         """
-        grad = local_gradient(self.tensor, self.name)
+        tensor = self.tensor
+        grad = local_gradient(tensor, self.name) if self._is_sharded else tensor.grad
         if grad is None or isinstance(grad, OffloadedGradient):
             return grad
         if grad.layout != torch.strided:
@@ -167,7 +177,8 @@ class Param:
 
     def _now(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, str]:
         local = self.local
-        return local.shape, local.stride(), local.dtype, local.device, placed(self.tensor)
+        where = placed(self.tensor) if self._is_sharded else ""
+        return local.shape, local.stride(), local.dtype, local.device, where
 
 
 def flat_like(tensor: Tensor, model: Tensor) -> Tensor:
