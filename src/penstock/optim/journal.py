@@ -134,13 +134,7 @@ class Journal:
     def clear(self) -> None:
         """Forget all steps. Returns when that is on the device. Raises TransferError."""
         for path in (self._paths[self._next], self._paths[1 - self._next]):  # the older one first
-            file = self._open(path)
-            try:
-                _empty(file)
-            except OSError as error:
-                raise _failed("write", path, 0, error) from error
-            finally:
-                os.close(file)
+            self._clear(path)
         self.last = self.before = None
         # as without journals: if two first ones are torn, one after the other, they are the same file
         self._next = 0
@@ -151,7 +145,11 @@ class Journal:
         Its records are as they were, because a step writes to places that the last one does not name.
         Returns when that is on the device. Raises TransferError.
         """
-        path = self._paths[1 - self._next]
+        self._clear(self._paths[1 - self._next])
+        self._next = 1 - self._next
+        self.last, self.before = self.before, None
+
+    def _clear(self, path: str) -> None:
         file = self._open(path)
         try:
             _empty(file)
@@ -159,8 +157,6 @@ class Journal:
             raise _failed("write", path, 0, error) from error
         finally:
             os.close(file)
-        self._next = 1 - self._next
-        self.last, self.before = self.before, None
 
     def close(self) -> None:
         """Release the locks. Idempotent."""

@@ -87,9 +87,8 @@ class Overlap:
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
         self._freed: set[int] = set()  # parameters whose gradient was used up
         self._norms: dict[int, Tensor] = {}  # of gradients that will be used up
-        self._followed: set[int] = (
-            set()
-        )  # parameters whose gradients are averaged and then reported
+        # parameters whose gradients are averaged and then reported
+        self._followed: set[int] = set()
         self._modules: list[weakref.ref[torch.nn.Module]] = []  # which average them
         # gradients that were reported and used, laid flat, if DDP copies them to ``.grad`` later
         self._averaged: dict[int, Tensor] = {}
