@@ -19,10 +19,11 @@ class RawFile:
         self._file.preallocate(LENGTH)
         self._blocks = [self._arena.allocate(PIECE) for _ in range(DEPTH)]
 
-    def go(self, op, total):
-        """Read or write so many bytes; ``op`` is the word."""
+    def go(self, read=0, written=0):
+        """Read and write so many bytes, both spread over the whole time."""
+        pieces = [*pieces_of("read", read), *pieces_of("write", written)]
         moving = [None] * DEPTH
-        for number, start in enumerate(range(0, total, PIECE)):
+        for number, (_, op, start, nbytes) in enumerate(sorted(pieces)):
             if moving[number % DEPTH] is not None:
                 moving[number % DEPTH].wait()
             block = self._blocks[number % DEPTH]
@@ -32,7 +33,7 @@ class RawFile:
                     file=self._file,
                     offset_bytes=start % LENGTH,
                     address=block.address,
-                    nbytes=min(PIECE, total - start),
+                    nbytes=nbytes,
                     keep_alive=block,
                     priority=Priority.PREFETCH,
                 )
@@ -40,3 +41,10 @@ class RawFile:
         for each in moving:
             if each is not None:
                 each.wait()
+
+
+def pieces_of(op, total):
+    """Share of all that is behind each piece, the word, where it begins, and its bytes."""
+    return [
+        (start / total, op, start, min(PIECE, total - start)) for start in range(0, total, PIECE)
+    ]

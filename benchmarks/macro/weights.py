@@ -16,9 +16,12 @@ them too (``benchmarks/peers/streamed_weights.py``; each has some of the modes).
 and tokens, and what comes out is compared: the loss, or some of the last token's logits. Before it starts
 the files of a peer leave the page cache.
 
-``raw`` reads the bytes that the last step of ``flash`` has read, through the same engine and does nothing
-else. ``expected`` has the bytes of weights that a step reads and writes if none stays in memory;
-``plan`` has what ``penstock plan --weights flash`` foretells with the machine file of ``--machine``.
+Two sides are bounds of a step. ``raw`` moves the bytes that the last step of ``flash`` has read and
+written, through the same engine, and does nothing else. ``compute`` is forward and backward of a plain
+decoder in memory, without an update, of which 1 and 3 blocks are timed and the others counted, so that it
+can be had for models that do not fit. ``bound`` compares with the longer of both in each turn.
+``expected`` has the bytes of weights that a step reads and writes if none stays in memory; ``plan`` has
+what ``penstock plan --weights flash`` foretells with the machine file of ``--machine``.
 
     penstock bench machine --flash /nvme/scratch --output here.toml
     python benchmarks/macro/weights.py --dir /nvme/scratch --shape 774M --mode lora --tokens 512 \\
@@ -53,7 +56,8 @@ from penstock.io.mapping import PAGE_BYTES
 from penstock.optim import FlashAdamW
 from penstock.plan.training_step import ENGINE_BYTES
 
-OURS = ("flash", "plain", "mapped", "raw")
+BOUNDS = ("raw", "compute")
+OURS = ("flash", "plain", "mapped", *BOUNDS)
 WARM_UP = 2
 """Turns that are not counted."""
 PEERS = {
@@ -159,14 +163,14 @@ def take_turns(args, sides):
     try:
         turns = {side: [] for side in running}
         for number in range(WARM_UP + args.steps):
-            nbytes = 0
+            moved = 0, 0
             for side, each in running.items():
-                found = each.step(nbytes)
+                found = each.step(moved)
                 if found is None:
                     continue
                 print(f"  {number} {side}: {found['step_s']:.2f} s", file=sys.stderr)
                 if side == "flash":
-                    nbytes = found["read_bytes"]
+                    moved = found["read_bytes"], found["written_bytes"]
                 turns[side].append(found)
         return {side: each.figures(turns[side]) for side, each in running.items()}
     finally:
@@ -181,7 +185,7 @@ class Running:
     def __init__(self, args, job):
         leave_page_cache(job["folder"])
         self.group = None
-        unlimited = job["side"] in ("plain", "raw") or not _weights_steps.CGROUPS.is_dir()
+        unlimited = job["side"] in ("plain", *BOUNDS) or not _weights_steps.CGROUPS.is_dir()
         self.limit = None if unlimited else parse_bytes(args.memory, what="--memory")
         if self.limit is not None:
             self.group = _weights_steps.CGROUPS / f"penstock-weights-{os.getpid()}-{job['side']}"
@@ -193,10 +197,14 @@ class Running:
         self.process = started(self.job, self.errors)
         self.known = self.answer() or {}
 
-    def step(self, nbytes):
-        """The figures of the next step; None if the process has ended."""
+    def step(self, moved):
+        """The figures of the next step; None if the process has ended.
+
+        Args:
+            moved: Bytes that the last step of ``flash`` has read, and has written.
+        """
         try:
-            self.process.stdin.write(f"{nbytes}\n")
+            self.process.stdin.write("{} {}\n".format(*moved))
             self.process.stdin.flush()
         except BrokenPipeError:
             return None
@@ -297,11 +305,17 @@ def compared(args, rounds, foretold):
             "flash_ratio": statistics.median(ratio for each in ratios for ratio in each),
             "flash_ratio_of_each_round": [statistics.median(each) for each in ratios],
         }
-        if side != "raw":
+        if side not in BOUNDS:
             figures[side]["largest_difference"] = max(
                 largest_difference(ours["outputs"], theirs["outputs"]) for ours, theirs in pairs
             )
     flash = figures.get("flash", {})
+    bounded = [
+        each for each in rounds if all("times" in each.get(side, ()) for side in ("flash", *BOUNDS))
+    ]
+    if bounded:
+        ratios = [ratio for each in bounded for ratio in ratios_to_bound(each)]
+        figures["bound"] = {"flash_ratio": statistics.median(ratios)}
     if "step_s" in flash:
         figures["expected"] = beside(expected(args), flash)
         if foretold:
@@ -311,6 +325,12 @@ def compared(args, rounds, foretold):
 
 def ratios_of_turns(ours, theirs):
     return [one / other for one, other in zip(ours[WARM_UP:], theirs[WARM_UP:], strict=True)]
+
+
+def ratios_to_bound(turns):
+    """Steps of ``flash`` to the longer of the two that bound them, turn by turn."""
+    longest = [max(both) for both in zip(*(turns[side]["times"] for side in BOUNDS), strict=True)]
+    return ratios_of_turns(turns["flash"]["times"], longest)
 
 
 def largest_difference(some, others):
@@ -398,6 +418,9 @@ def child(job):
     torch.manual_seed(0)
     begun = time.perf_counter()
     shape = _weights_model.SHAPES[job["shape"]]
+    if job["side"] == "compute":
+        serve_compute(shape, job)
+        return
     if job["side"] == "flash":
         with penstock.built_on_flash(job["dir"]):
             model = _weights_model.Decoder(shape, getattr(torch, job["dtype"]))
@@ -470,17 +493,47 @@ def mapped(shape, directory, dtype):
 
 
 def serve_raw(directory):
-    """Read as many bytes through the engine as each line of stdin says, nothing else."""
+    """Read and write as many bytes through the engine as each line of stdin says, nothing else."""
     file = RawFile(directory)
-    file.go("write", LENGTH)
+    file.go(written=LENGTH)
     _weights_steps.write({})
     for line in sys.stdin:
-        nbytes = round_up(int(line), PAGE_BYTES)
+        read, written = (round_up(int(each), PAGE_BYTES) for each in line.split())
         begun = time.perf_counter()
-        file.go("read", nbytes)
+        file.go(read, written)
         took = time.perf_counter() - begun
-        found = {"step_s": took, "outputs": [], "read_bytes": nbytes, "written_bytes": 0}
+        found = {"step_s": took, "outputs": [], "read_bytes": read, "written_bytes": written}
         _weights_steps.write(found)
+
+
+def serve_compute(shape, job):
+    """Time a plain decoder of 1 block and one of 3, and write what all blocks would take."""
+    models = []
+    for layers in (1, 3):
+        models.append(
+            _weights_model.Decoder(shape._replace(layers=layers), getattr(torch, job["dtype"]))
+        )
+        if job["mode"] == "lora":
+            _weights_model.adapt(models[-1])
+    _weights_steps.write({})
+    for _, ids in zip(sys.stdin, _weights_steps.all_ids(job), strict=False):
+        one, three = (timed(model, ids, job["mode"]) for model in models)
+        took = one + (shape.layers - 1) * (three - one) / 2
+        found = {"step_s": took, "outputs": [], "read_bytes": 0, "written_bytes": 0}
+        _weights_steps.write(found)
+
+
+def timed(model, ids, mode):
+    """Seconds of a forward, and of a backward if the mode has one."""
+    begun = time.perf_counter()
+    if mode in ("prefill", "decode"):
+        with torch.no_grad():
+            model(ids)
+    else:
+        _weights_model.loss_of(model, ids).backward()
+    took = time.perf_counter() - begun
+    model.zero_grad()
+    return took
 
 
 if __name__ == "__main__":

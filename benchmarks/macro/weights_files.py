@@ -108,9 +108,9 @@ def do_raw(args):
     if total > LENGTH:
         sys.exit("weights_files: the raw file is shorter than the model")
     found = {}
-    for op in ("write", "read"):
+    for op, share in ("write", {"written": total}), ("read", {"read": total}):
         begun = time.perf_counter()
-        file.go(op, total)
+        file.go(**share)
         found[f"{op}_s"] = time.perf_counter() - begun
         found[f"{op}_bytes_per_s"] = total / found[f"{op}_s"]
     print(json.dumps(found))

@@ -137,6 +137,22 @@ def made(monkeypatch):
     return seen
 
 
+def test_a_later_pass_tells_as_much_of_what_can_be_run_again_as_the_first(disk_path, small_knobs):
+    """The thread that ends backward, and asks for the next pass to be observed, is the device's own."""
+    model = built(lambda: Block(WIDTH))
+    settings = settings_for("host", device_memory="256KiB", floor="8KiB", recompute=True)
+    with session_in(disk_path, model, **settings) as session:
+        for rows in (256, 512, 512, 512):
+            model(torch.randn(rows, WIDTH, device=DEVICE)).square().mean().backward()
+        first, last = session.profile.passes
+    producers = {
+        one.index: [slot.producer for slot in session.profile.slots if slot.pass_index == one.index]
+        for one in (first, last)
+    }
+    assert "Stack.block" in producers[first.index]
+    assert producers[last.index] == producers[first.index]
+
+
 @pytest.mark.parametrize("block", [lambda: Block(WIDTH), Aside], ids=["one stream", "two streams"])
 def test_what_is_run_again_is_compared_once_and_is_the_same(disk_path, small_knobs, made, block):
     expected = train(built(block))

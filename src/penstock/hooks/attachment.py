@@ -204,6 +204,7 @@ class Attachment:
         if observing:
             self._observer = self.hooks.observer = PassObserver(
                 modules=self.modules,
+                thread=self.thread.ident or 0,  # backward ends in a device's own thread
                 compute_ns=self._time.now_ns,
                 storage_of=self.hooks.storage_of,
                 left_out=self._time.left_out,

@@ -90,20 +90,21 @@ class _Versions:
 
 @dataclass
 class PassObserver:
-    """Observes one pass in the thread that attached it.
+    """Observes one pass in the thread that runs its forward.
 
     Attributes:
+        thread: Identifier of that thread.
         unrepeatable: Paths of the modules that were seen to do something that cannot be recomputed.
     """
 
     modules: ModuleTracker
+    thread: int
     compute_ns: Callable[[], int]
     storage_of: _StorageOf
     """Function that returns the storage of a tensor if its values are just strided bytes of one."""
     left_out: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context for work of Penstock's that is no part of what ``compute_ns`` tells."""
     unrepeatable: set[str] = field(default_factory=set)
-    _thread: int = 0
     _stack: list[_Call] = field(default_factory=list)
     _calls: list[_Call] = field(default_factory=list)
     _first_nodes: list[int] = field(default_factory=list)
@@ -119,8 +120,7 @@ class PassObserver:
         self._recipes = RecipeNotes(self.storage_of)
 
     def attach(self) -> None:
-        """Begin to observe this thread. Existing storages have no maker."""
-        self._thread = threading.get_ident()
+        """Begin to observe, in any thread. Existing storages have no maker."""
         self.modules.observer = self
         for tensor in _tensors_alive():
             storage = self.storage_of(tensor)
@@ -155,7 +155,7 @@ class PassObserver:
 
     def enter(self, module: torch.nn.Module, place: SavingPlace, args: Any) -> None:
         """Handle the beginning of a call, unless no backward will end what it begins."""
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             return
         if not self._stack and not torch.is_grad_enabled():
             return
@@ -178,7 +178,7 @@ class PassObserver:
     def leave(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
         """Handle the end of a call."""
         stack = self._stack
-        if threading.get_ident() != self._thread or not stack or stack[-1].module is not module:
+        if threading.get_ident() != self.thread or not stack or stack[-1].module is not module:
             return
         with self.left_out():
             self._leave(stack.pop(), arguments, output)
@@ -226,7 +226,7 @@ class PassObserver:
 
     def packed(self, record: SlotRecord, tensor: torch.Tensor) -> None:
         """Record that a tensor is saved as the slot ``record``."""
-        if _task() != -1 or threading.get_ident() != self._thread or not self._stack:
+        if _task() != -1 or threading.get_ident() != self.thread or not self._stack:
             self._slots[id(record)] = _Slot(record, None, None)
             return
         self._recipes.packed(record, tensor)

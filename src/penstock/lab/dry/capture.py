@@ -5,6 +5,7 @@ Nothing is offloaded: the policy is ``keep``. Time is that of the operators (:mo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Final
@@ -82,6 +83,7 @@ class DryCapture:
         )
         self._observer = self._hooks.observer = PassObserver(
             modules=self.modules,
+            thread=threading.get_ident(),
             compute_ns=clock.now_ns,
             storage_of=self._hooks.storage_of,
         )
