@@ -205,6 +205,7 @@ def _weights(figures: dict[str, Any]) -> None:
             others.append(
                 f"{name} {found['step_s']:.2f} s (Penstock {found['flash_ratio']:.2f} x"
                 + ("" if differs is None else f"; differs by {differs:.1g}")
+                + (f"; peak {UNITS['MiB'](found['group_peak_bytes'])}" if side in HEAPS else "")
                 + ")"
             )
     plan = figures.get("plan", {})
@@ -215,13 +216,19 @@ def _weights(figures: dict[str, Any]) -> None:
 
 WEIGHTS_SIDES = {
     "plain": "plain, all in memory:",
-    "raw": "reading alone",
+    "untrimmed": "without trimming of the heap",
+    "mmap": "blocks mapped one by one",
+    "raw": "the transfers alone",
+    "compute": "plain forward and backward alone",
+    "bound": "the longer of both",
     "mapped": "mapped files",
     "accelerate": "accelerate",
     "airllm": "AirLLM",
     "slowllama": "slowllama",
     "deepspeed": "DeepSpeed",
 }
+HEAPS = ("untrimmed", "mmap")
+"""Sides that may use more memory."""
 PLANNED = {"step_s": "time", "read_bytes": "bytes read"}
 
 DERIVED: Mapping[str, Callable[[dict[str, Any]], None]] = {

@@ -16,6 +16,9 @@ them too (``benchmarks/peers/streamed_weights.py``; each has some of the modes).
 and tokens, and what comes out is compared: the loss, or some of the last token's logits. Before it starts
 the files of a peer leave the page cache.
 
+``untrimmed`` is ``flash`` in a process that keeps what ``malloc`` keeps, and ``mmap`` in one in which
+``malloc`` maps each larger block by itself; they may use three times the memory.
+
 Two sides are bounds of a step. ``raw`` moves the bytes that the last step of ``flash`` has read and
 written, through the same engine, and does nothing else. ``compute`` is forward and backward of a plain
 decoder in memory, without an update, of which 1 and 3 blocks are timed and the others counted, so that it
@@ -55,9 +58,11 @@ from penstock.core.units import MIB, parse_bytes, round_up
 from penstock.io.mapping import PAGE_BYTES
 from penstock.optim import FlashAdamW
 from penstock.plan.training_step import ENGINE_BYTES
+from penstock.runtime import freed_memory
 
 BOUNDS = ("raw", "compute")
-OURS = ("flash", "plain", "mapped", *BOUNDS)
+HEAPS = ("untrimmed", "mmap")
+OURS = ("flash", *HEAPS, "plain", "mapped", *BOUNDS)
 WARM_UP = 2
 """Turns that are not counted."""
 PEERS = {
@@ -68,6 +73,11 @@ PEERS = {
 }
 """A package that each needs, and the modes that it has."""
 PEER_SCRIPT = _results.ROOT / "benchmarks" / "peers" / "streamed_weights.py"
+MMAP = {
+    "MALLOC_MMAP_THRESHOLD_": "1048576",
+    "MALLOC_TRIM_THRESHOLD_": "1048576",
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
 FLOOR = MIB
 """Smaller weights stay in memory."""
 
@@ -95,7 +105,7 @@ def main():
         }
         config |= {"weights_memory": args.weights_memory, "steps": args.steps}
         config["peers"] = {side: job["version"] for side, job in sides.items() if side in PEERS}
-        name = f"weights_{args.mode}_{args.shape}"
+        name = args.name or f"weights_{args.mode}_{args.shape}"
         figures["rounds"] = rounds
         _results.write(name, figures, config, directory=args.dir, into=args.into)
 
@@ -120,6 +130,7 @@ def parse():
     parser.add_argument("--peers-python", nargs="*", default=[], help="interpreters with the peers")
     parser.add_argument("--slowllama", help="a checkout of okuvshynov/slowllama")
     parser.add_argument("--into", help="folder for the result file")
+    parser.add_argument("--name", help="of the result file")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -187,6 +198,8 @@ class Running:
         self.group = None
         unlimited = job["side"] in ("plain", *BOUNDS) or not _weights_steps.CGROUPS.is_dir()
         self.limit = None if unlimited else parse_bytes(args.memory, what="--memory")
+        if self.limit is not None and job["side"] in HEAPS:
+            self.limit *= 3
         if self.limit is not None:
             self.group = _weights_steps.CGROUPS / f"penstock-weights-{os.getpid()}-{job['side']}"
             self.group.mkdir()
@@ -258,6 +271,7 @@ def started(job, errors):
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
+        env=os.environ | (MMAP if job["side"] == "mmap" else {}),
     )
 
 
@@ -314,8 +328,15 @@ def compared(args, rounds, foretold):
         each for each in rounds if all("times" in each.get(side, ()) for side in ("flash", *BOUNDS))
     ]
     if bounded:
-        ratios = [ratio for each in bounded for ratio in ratios_to_bound(each)]
-        figures["bound"] = {"flash_ratio": statistics.median(ratios)}
+        longest = [longest_of(each) for each in bounded]
+        figures["bound"] = {
+            "step_s": statistics.median(each for times in longest for each in times[WARM_UP:]),
+            "flash_ratio": statistics.median(
+                ratio
+                for each, times in zip(bounded, longest, strict=True)
+                for ratio in ratios_of_turns(each["flash"]["times"], times)
+            ),
+        }
     if "step_s" in flash:
         figures["expected"] = beside(expected(args), flash)
         if foretold:
@@ -327,10 +348,9 @@ def ratios_of_turns(ours, theirs):
     return [one / other for one, other in zip(ours[WARM_UP:], theirs[WARM_UP:], strict=True)]
 
 
-def ratios_to_bound(turns):
-    """Steps of ``flash`` to the longer of the two that bound them, turn by turn."""
-    longest = [max(both) for both in zip(*(turns[side]["times"] for side in BOUNDS), strict=True)]
-    return ratios_of_turns(turns["flash"]["times"], longest)
+def longest_of(turns):
+    """The longer of the two that bound a step, turn by turn, in s."""
+    return [max(both) for both in zip(*(turns[side]["times"] for side in BOUNDS), strict=True)]
 
 
 def largest_difference(some, others):
@@ -421,7 +441,9 @@ def child(job):
     if job["side"] == "compute":
         serve_compute(shape, job)
         return
-    if job["side"] == "flash":
+    if job["side"] == "untrimmed":
+        freed_memory.HeapTrimmer._watch = lambda _: None
+    if job["side"] in ("flash", *HEAPS):
         with penstock.built_on_flash(job["dir"]):
             model = _weights_model.Decoder(shape, getattr(torch, job["dtype"]))
     elif job["side"] == "mapped":
@@ -432,7 +454,7 @@ def child(job):
     if job["mode"] == "lora":
         _weights_model.adapt(model)
     work = Work(model, job)
-    if job["side"] != "flash":
+    if job["side"] not in ("flash", *HEAPS):
         _weights_steps.serve(work.step, job, built_s=built_s)
         return
     settings = {"device_memory": job["saved_memory"], "flash": job["dir"]}
