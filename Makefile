@@ -27,7 +27,7 @@ MUTATIONS = $(ON_DEVICE); PYTHONPATH=$$PYTHONPATH:$(CURDIR)/tests $(PY) tests/de
 # how pytest shows arguments prints storages value by value, which takes minutes on this device
 DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 120
 
-.PHONY: help demo test test-all test-places test-device test-device-all test-mutations lint format bench docs clean
+.PHONY: help demo test test-all test-hosts test-places test-device test-device-all test-mutations lint format bench docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s "$$(printf '\t')"
@@ -43,6 +43,9 @@ test: $(VENV)/.base ## the tests, but for slow ones, side by side on up to four 
 test-all: $(VENV)/.base ## the tests, slow ones, random ones and those for a GPU included
 	export PENSTOCK_TEST_RANDOM=1; $(PYTEST)
 	$(MAKE) test-places test-device test-device-all
+
+test-hosts: $(VENV)/.base $(VENV)/.hosts ## callbacks of Hugging Face and Lightning (installs both)
+	$(PYTEST) tests/hosts
 
 test-places: $(VENV)/.base ## break each place that matters most: a test must notice
 	PYTHONPATH=$(CURDIR)/tests $(PY) tests/mutations/break_places.py
@@ -107,6 +110,10 @@ $(VENV)/.bench: $(VENV)/bench.txt constraints.txt
 	$(PIP) -r $<
 	@touch $@
 
+$(VENV)/.hosts: $(VENV)/hosts.txt constraints.txt
+	$(PIP) -r $<
+	@touch $@
+
 $(VENV)/.docs: $(VENV)/docs.txt constraints.txt
 	$(PIP) -r $<
 	@touch $@
@@ -116,4 +123,4 @@ $(DEVICE)/.built: $(VENV)/.base $(VENV)/device.txt $(wildcard tests/device/build
 	$(PY) tests/device/build.py $(DEVICE) --torch $(TORCH)
 	@touch $@
 
-.SECONDARY: $(VENV)/device.txt $(VENV)/test.txt $(VENV)/bench.txt $(VENV)/lint.txt $(VENV)/docs.txt
+.SECONDARY: $(VENV)/device.txt $(VENV)/test.txt $(VENV)/bench.txt $(VENV)/lint.txt $(VENV)/hosts.txt $(VENV)/docs.txt

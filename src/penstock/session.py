@@ -617,6 +617,21 @@ class Session:
 
         return summarize(self.recorder.snapshot(), self._facts(), self.recorder.steps())
 
+    def metrics(self) -> dict[str, float]:
+        """Return figures of the last ended step as floats under stable names, for a logger.
+
+        All names begin with ``penstock/``, and end in their unit: ``_s`` or ``_bytes``. Cheap: it makes
+        no plan and waits for nothing. Before a step has ended, the figures are those of the run so far.
+
+        Raises:
+            ClosedError: The session has not been opened.
+        """
+        if self._state == "new":
+            raise ClosedError("metrics: the session has not been opened")
+        from penstock.observe.metrics import metrics  # noqa: PLC0415  (only for those who log)
+
+        return metrics(self.recorder.snapshot(), self.recorder.steps())
+
     def job_summary(self, *, patience_s: float = 10.0) -> JobSummary:
         """Return the essentials of the summaries of all ranks of the job, as far as they are there.
 

@@ -84,6 +84,9 @@ class Overlap:
         self._used: dict[int, tuple[Tensor, int, Tensor | None]] = {}
         self._missing: dict[int, int] = {}  # by tile: parameters whose gradient is not final
         self._futures: dict[int, Future[None]] = {}
+        self._under_way: set[Future[None]] = (
+            set()
+        )  # of these, without those that are known to be done
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
         self._freed: set[int] = set()  # parameters whose gradient was used up
         self._norms: dict[int, Tensor] = {}  # of gradients that will be used up
@@ -320,7 +323,7 @@ class Overlap:
             is_crowded = states.holds.is_crowded
             if not (has_excess or is_crowded):
                 return
-            under_way = [future for future in list(self._futures.values()) if not future.done()]
+            under_way = [future for future in list(self._under_way) if not future.done()]
             if not under_way:
                 if is_crowded:
                     states.holds.interrupt()
@@ -365,7 +368,10 @@ class Overlap:
         self._has_looked = True
 
     def _submit(self, tile: Tile, step: UpdatePass) -> None:
-        self._futures[tile.index] = self._states.pool.submit(self._update, tile, step)
+        future = self._states.pool.submit(self._update, tile, step)
+        self._futures[tile.index] = future
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
 
     def _update(self, tile: Tile, step: UpdatePass) -> None:
         """In a thread of the pool."""

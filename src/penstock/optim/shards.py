@@ -109,7 +109,8 @@ def local_gradient(param: Tensor, name: str) -> Tensor | None:
 
 def gradient_here(param: Tensor) -> Tensor | None:
     """Return the gradient that this process has, however it is placed."""
-    return None if param.grad is None else local_of(param.grad)
+    grad = param.grad
+    return None if grad is None else local_of(grad)
 
 
 def shard_fingerprint(grad: Tensor) -> Tensor | None:

@@ -1,0 +1,285 @@
+"""Ranks of one job that share a machine and an SSD: their steps beside plain ranks, and their rates.
+
+A decoder in the shape of LLaMA is trained by ranks that meet through gloo, under
+``DistributedDataParallel`` (``ddp``) or FSDP2 (``fsdp2``), each with its part of the cores and with
+tokens of its own. Plain ranks and ranks with Penstock live together and take turns, step by step. The
+time of a step is that of the slowest rank. What Penstock has a tenth of the memory for:
+
+* ``activations``: what autograd saves; the optimizer is SGD;
+* ``states``: the states of AdamW, exact, updated in backward.
+
+Losses must be the same to the last bit. ``rates`` are those of one process that writes and reads through
+the engine, and of all ranks that do so at once, in turns; their sum and the slowest are compared.
+
+    python benchmarks/macro/ranks.py --dir /nvme/scratch --ranks 2
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _weights_model
+import _weights_steps
+import torch
+import torch.distributed as dist
+from _raw_file import LENGTH, RawFile
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import _results
+import penstock
+from penstock.core.units import GIB
+from penstock.optim import FlashAdamW
+
+WARM_UP = 3
+"""Turns that are not counted."""
+SHARE = 10
+"""Part of the memory that Penstock has: a tenth."""
+MOVED = 2 * GIB
+"""Bytes that each process writes, and reads, in a turn of ``rates``."""
+
+
+def main():
+    args = parse()
+    if args.job:
+        child(json.loads(args.job))
+        return
+    _results.warn_if_busy()
+    figures = {"rates": rates(args)}
+    print(json.dumps(figures, indent=2), flush=True)
+    for parallel in args.parallel:
+        for what in args.what:
+            figures[f"{parallel}, {what}"] = found = compared(args, parallel, what)
+            print(parallel, what, json.dumps(found, indent=2), flush=True)
+    config = {key: getattr(args, key) for key in ("ranks", "shape", "tokens", "steps")}
+    _results.write(args.name, figures, config, directory=args.dir, into=args.into)
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", default="/var/tmp")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--shape", default="134M", choices=_weights_model.SHAPES)
+    parser.add_argument("--tokens", type=int, default=512, help="of each rank")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--parallel", nargs="*", default=["ddp", "fsdp2"])
+    parser.add_argument("--what", nargs="*", default=["activations", "states"])
+    parser.add_argument("--name", default="ranks", help="of the result file")
+    parser.add_argument("--into", default=_results.RESULTS, help="folder for the result file")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+class Ranks:
+    """The processes of one job, which do something whenever each is sent a line."""
+
+    def __init__(self, count, job):
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--job", json.dumps({**job, "rank": rank})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment_of(rank, count),
+            )
+            for rank in range(count)
+        ]
+        self.known = self._answers()
+
+    def go(self, word=""):
+        """What each rank tells of its next turn; ``word`` says what to do, where there is a choice."""
+        for each in self.processes:
+            each.stdin.write(f"{word}\n")
+            each.stdin.flush()
+        return self._answers()
+
+    def _answers(self):
+        lines = [each.stdout.readline() for each in self.processes]
+        if not all(lines):
+            sys.exit("ranks: a rank has ended; what it said is above")
+        return [json.loads(line) for line in lines]
+
+    def close(self):
+        for each in self.processes:
+            each.stdin.close()
+        for each in self.processes:
+            each.wait()
+
+
+def environment_of(rank, world):
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    threads = max(1, (os.cpu_count() or 1) // world)
+    numbers["OMP_NUM_THREADS"] = threads
+    return os.environ | {name: str(number) for name, number in numbers.items()}
+
+
+def rates(args):
+    """Bytes per second of one process, and of all ranks at once."""
+    with ExitStack() as stack:
+        sides = {}
+        for side, count in ("one", 1), ("all", args.ranks):
+            sides[side] = Ranks(count, {"do": "rates", "dir": args.dir})
+            stack.callback(sides[side].close)
+        turns = {(side, op): [] for op in ("write", "read") for side in sides}
+        for _ in range(1 + args.steps):
+            for (side, op), found in turns.items():
+                found.append([each["bytes_per_s"] for each in sides[side].go(op)])
+    found = {}
+    for op in ("write", "read"):
+        one = [alone for (alone,) in turns["one", op][1:]]
+        ranks = turns["all", op][1:]
+        found[op] = {
+            "one_bytes_per_s": statistics.median(one),
+            "sum_bytes_per_s": statistics.median(map(sum, ranks)),
+            "sum_of_one": statistics.median(
+                sum(each) / alone for each, alone in zip(ranks, one, strict=True)
+            ),
+            "slowest_of_mean": statistics.median(
+                min(each) / statistics.mean(each) for each in ranks
+            ),
+        }
+    return found
+
+
+def compared(args, parallel, what):
+    """Steps of ranks with Penstock beside those of plain ones."""
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder, ExitStack() as stack:
+        sides = {}
+        for side in ("plain", "penstock"):
+            job = {**vars(args), "do": "steps", "parallel": parallel, "what": what, "side": side}
+            job |= {"meet": f"file://{folder}/{side}", "into": None, "mode": "full"}
+            job["vocabulary"] = _weights_model.SHAPES[args.shape].vocabulary
+            sides[side] = Ranks(args.ranks, job)
+            stack.callback(sides[side].close)
+        turns = {side: [] for side in sides}
+        for number in range(WARM_UP + args.steps):
+            for side, ranks in sides.items():
+                turns[side].append(ranks.go())
+                took = max(each["step_s"] for each in turns[side][-1])
+                print(f"  {number} {side}: {took:.2f} s", file=sys.stderr)
+        known = sides["penstock"].known[0]
+    times = {
+        side: [max(each["step_s"] for each in turn) for turn in found[WARM_UP:]]
+        for side, found in turns.items()
+    }
+    outputs = {
+        side: [[each["outputs"] for each in turn] for turn in found]
+        for side, found in turns.items()
+    }
+    counted = turns["penstock"][WARM_UP:]
+    return {
+        "plain_step_s": statistics.median(times["plain"]),
+        "step_s": statistics.median(times["penstock"]),
+        "ratio_to_plain": statistics.median(
+            ours / plain for ours, plain in zip(times["penstock"], times["plain"], strict=True)
+        ),
+        "same_losses": outputs["plain"] == outputs["penstock"],
+        **known,
+        "read_bytes": statistics.median(each["read_bytes"] for turn in counted for each in turn),
+        "written_bytes": statistics.median(
+            each["written_bytes"] for turn in counted for each in turn
+        ),
+    }
+
+
+# -- one rank ----------------------------------------------------------------------------------------
+
+
+def child(job):
+    if job["do"] == "rates":
+        serve_rates(job["dir"])
+        return
+    world = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=job["meet"], rank=job["rank"], world_size=world)
+    torch.manual_seed(0)
+    model = _weights_model.Decoder(_weights_model.SHAPES[job["shape"]], torch.float32)
+    parallel = sharded(model) if job["parallel"] == "fsdp2" else DistributedDataParallel(model)
+    states = 2 * sum(local_of(each).nbytes for each in parallel.parameters())
+    optimizer = optimizer_of(parallel, job, states // SHARE)
+    take = Step(parallel, optimizer, own_ids(job))
+    known = {"states_bytes": states, "memory_bytes": states // SHARE}
+    offloading = nullcontext()
+    if job["what"] == "activations":
+        with penstock.offload(parallel, optimizer, policy="keep") as session:
+            take()
+        saved = session.budget.peak_bytes
+        known = {"saved_bytes": saved, "memory_bytes": saved // SHARE}
+        if job["side"] == "penstock":
+            offloading = penstock.offload(
+                parallel, optimizer, device_memory=saved // SHARE, flash=job["dir"]
+            )
+    with offloading:
+        _weights_steps.serve(lambda _: take(), job, **known)
+    dist.destroy_process_group()
+
+
+def sharded(model):
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def own_ids(job):
+    """Tokens of this rank, others in each step."""
+    numbers = torch.Generator().manual_seed(1 + job["rank"])
+    while True:
+        yield torch.randint(0, job["vocabulary"], (1, job["tokens"]), generator=numbers)
+
+
+def local_of(parameter):
+    """The shard of this rank."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def optimizer_of(model, job, memory_bytes):
+    if job["what"] == "activations":
+        return torch.optim.SGD(model.parameters(), lr=1e-3)
+    if job["side"] == "plain":
+        return torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = FlashAdamW(
+        model.parameters(),
+        lr=1e-4,
+        flash=job["dir"],
+        overlap=True,
+        host_memory=memory_bytes,
+    )
+    if job["parallel"] == "ddp":
+        optimizer.update_after(model)
+    return optimizer
+
+
+class Step:
+    """One step on this rank's tokens."""
+
+    def __init__(self, model, optimizer, ids):
+        self.model, self.optimizer, self.ids = model, optimizer, ids
+
+    def __call__(self):
+        loss = _weights_model.loss_of(self.model, next(self.ids))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return [loss.item()]
+
+
+def serve_rates(directory):
+    """Write and read whenever a line comes."""
+    file = RawFile(directory)
+    file.go(written=LENGTH)
+    _weights_steps.write({})
+    for line in sys.stdin:
+        begun = time.perf_counter()
+        file.go(**{{"write": "written", "read": "read"}[line.strip()]: MOVED})
+        _weights_steps.write({"bytes_per_s": MOVED / (time.perf_counter() - begun)})
+
+
+if __name__ == "__main__":
+    main()
