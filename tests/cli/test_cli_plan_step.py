@@ -152,7 +152,7 @@ def test_ranks_divide_weights_flash_and_wear(capsys):
     changes = {one["change"]: one["step"] for one in four["changes"]}
     assert {"twice the SSDs, 4 on a node", "twice the nodes, 4", "ddp"} < set(changes)
     each = changes["ddp"]
-    assert each["disk_bytes"] == alone["step"]["disk_bytes"]
+    assert each["disk_bytes"] == pytest.approx(alone["step"]["disk_bytes"], rel=0.05)
     assert each["steps_to_wear_out"] == 10**12 // each["written_bytes"]
 
 
