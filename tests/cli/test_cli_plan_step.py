@@ -136,6 +136,46 @@ def test_forward_alone_reads_each_weight_once_and_writes_nothing(capsys, own):
     assert "forward only" in capsys.readouterr().out
 
 
+def test_ranks_divide_weights_flash_and_wear(capsys):
+    words = [*TINY, "--batch", "2", *FLASH, "--tbw", "1TB", "--memory", "170MiB"]
+    alone = told(capsys, *words)
+    four = told(capsys, *words, "--ranks", "4", "--nodes", "2", "--ssds", "2")
+    ranks, step = four["ranks"], four["step"]
+    assert (ranks["count"], ranks["per_node"], ranks["units"]) == (4, 2, 4 * alone["units"])
+    assert ranks["not_known"] == ["network_bytes_per_s", "peer_bytes_per_s"]
+    assert step["network_ns"] == 0 < step["moved"]["network"]
+    assert ranks["flash_read_bytes_per_s"] == alone["ranks"]["flash_read_bytes_per_s"]
+    assert step["disk_bytes"] == pytest.approx(alone["step"]["disk_bytes"] / 4, rel=0.1)
+    assert ranks["disk_bytes_per_node"] == 2 * step["disk_bytes"]
+    assert ranks["written_bytes_per_ssd"] == step["written_bytes"]  # two ranks, two SSDs
+    assert step["parameters"] == alone["step"]["parameters"]
+    changes = {one["change"]: one["step"] for one in four["changes"]}
+    assert {"twice the SSDs, 4 on a node", "twice the nodes, 4", "ddp"} < set(changes)
+    each = changes["ddp"]
+    assert each["disk_bytes"] == pytest.approx(alone["step"]["disk_bytes"], rel=0.05)
+    assert each["steps_to_wear_out"] == 10**12 // each["written_bytes"]
+
+
+def test_the_text_says_what_one_rank_has_and_what_is_not_known(capsys):
+    words = [*TINY, "--batch", "2", "--ranks", "8", "--optimizer", "adam", "--memory", "170MiB"]
+    assert main(["plan", *words]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "one of 8 ranks on one node, with one part in 8 of the weights (fsdp2)",
+        "one SSD for the 8 ranks of a node",
+        "of weights in memory",
+        "the bandwidth between the devices of a node is not known (--peer-rate), so its time is not",
+        "from other ranks",
+    ):
+        assert part in out
+    words += ["--nodes", "4", "--network-rate", "10MB/s", "--peer-rate", "1GB/s", "--tbw", "1TB"]
+    assert main(["plan", *words]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "and 10.00 MB/s of network" in out
+    assert "the network binds" in out
+    assert "not known" not in out
+
+
 def test_too_little_memory_is_refused_with_the_least(capsys):
     words = [*TINY, "--batch", "2", *FLASH]
     least = told(capsys, *words)["step"]["least_bytes"]
@@ -163,6 +203,11 @@ def test_too_little_flash_is_refused_with_the_largest_model(capsys):
         (["--batch", "2", "--format", "int8"], "--format needs --weights flash"),
         (["--batch", "2", "--forward-only"], "--forward-only needs --weights flash"),
         (["--tokens", "64"], "--tokens needs --weights flash"),
+        (["--batch", "2", "--nodes", "2"], "--nodes needs --ranks"),
+        (["--batch", "2", *FLASH, "--peer-rate", "1GB/s"], "--peer-rate needs --ranks"),
+        (["--batch", "2", "--ranks", "8", "--nodes", "3"], "among 3 nodes"),
+        (["--batch", "2", "--ranks", "8", "--network-rate", "9"], "--network-rate: '9'"),
+        (["--batch", "2", "--ranks", "8", "--plot", "a.svg"], "no plot of a whole step"),
         ([*FLASH, "--batch", "2", "--format", "split"], "split"),
     ],
 )

@@ -18,6 +18,7 @@ from penstock.plan import (
     Profile,
     policies,
 )
+from penstock.plan.ranks import PARALLEL, Ranks
 from penstock.plan.replay.step_moves import WeightsChoice
 from penstock.plan.replay.step_walk import replay_step
 from penstock.plan.training_step import StepPlanner, forward_part, least_window, without_weights
@@ -354,7 +355,8 @@ def test_a_profile_of_the_whole_device_loses_what_is_planned_apart():
 
 @st.composite
 def steps(draw):
-    """A chain, its weights, a machine: any sizes, frozen ones among them, one used twice each way."""
+    """A chain, its weights on one rank or several, a machine: any sizes, frozen ones among them, one used
+    twice each way."""
     count = draw(st.integers(1, 7))
     times = draw(st.lists(st.integers(1, 3 * MS), min_size=count, max_size=count))
     profile = chain(times, saved_mb=draw(st.sampled_from([0, 1, 3])))
@@ -382,8 +384,10 @@ def steps(draw):
         flash_over_link=draw(st.booleans()),
         interference=draw(st.sampled_from([0.0, 0.2])),
         write_work_s=draw(st.sampled_from([0.0, 1e-4])),
+        network_bytes_per_s=draw(st.sampled_from([0.0, 1e9, 1e11])),
     )
-    return profile, tuple(weights), machine
+    ranks = Ranks(draw(st.sampled_from([1, 2, 3, 64])), parallel=draw(st.sampled_from(PARALLEL)))
+    return profile, ranks.divide(weights), machine
 
 
 @settings(max_examples=tries(60), deadline=None)
@@ -405,7 +409,7 @@ def test_any_choice_moves_its_bytes_within_its_memory_and_no_faster_than_its_bou
     assert min(*parts, found.room_ns, found.demand_ns, found.late_ns) >= 0
     assert found.step_ns == sum(parts) + found.stall_ns
     bounds = [found.compute_ns + found.update_delay_ns, found.read_ns, found.write_ns]
-    bounds += [found.update_ns, found.link_ns]
+    bounds += [found.update_ns, found.link_ns, found.network_ns]
     if machine.flash_shared:
         bounds.append(found.read_ns + found.write_ns)
     assert found.step_ns >= max(bounds)
@@ -426,5 +430,7 @@ def test_more_memory_never_makes_a_step_longer_and_is_never_exceeded(step, polic
         assert plan.replayed.peak_bytes <= plan.memory.window + plan.memory.saved
         assert plan.replayed.step_ns >= plan.bounds.step
         assert set(plan.order) == {
-            one.module for one in weights if one.uses and one.module not in plan.kept
+            one.module
+            for one in weights
+            if one.uses and (one.gathered or one.module not in plan.kept)
         }

@@ -16,11 +16,12 @@ from penstock.cli.output import print_result, say
 from penstock.cli.paths import write_file
 from penstock.cli.plan_network import OPTIMIZER_COPIES
 from penstock.cli.plan_request import ALL, PlanRequest, check
-from penstock.cli.plan_step import FORMATS, execute_step
+from penstock.cli.plan_step import FORMATS, OF_RANKS, execute_step
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, format_bytes, format_duration
 from penstock.plan import Machine, policies
 from penstock.plan.plan import INFEASIBLE
+from penstock.plan.ranks import PARALLEL
 from penstock.plan.serial import encode_fields
 from penstock.report.outcome import PolicyOutcome, best_first, outcome
 from penstock.report.plan_plot import plot_plan
@@ -32,10 +33,34 @@ examples:
   penstock plan bert-large --batch 64 --machine v100-nvme --policy all
   penstock plan gpt2 --batch 8 --machine cpu --device-memory 2GiB --plot step.svg
   penstock plan gpt2 --tokens 4096 --machine cpu --weights flash --memory 2GiB --optimizer adam
+  penstock plan gpt2 --tokens 4096 --machine h200 --weights flash --ranks 64 --nodes 8 --ssds 4
   penstock plan train.py:build --batch 64 --machine here.toml --device-memory 20GiB --json
 
 Nothing is trained, and the machine need not be there. The exit code is 0 if a plan fits, 1 if none
 does. Sizes have a unit: GB is 10^9 bytes, GiB is 2^30."""
+
+_OF_RANKS: Final = (
+    ("--ranks", "N", int, "plan the step of one of so many ranks; a batch is that of each rank"),
+    ("--nodes", "M", int, "with --ranks: nodes that they are divided among (default: 1)"),
+    (
+        *("--ssds", "K", int),
+        "with --ranks: SSDs of each node, each as the machine's flash, shared by its ranks (default: 1)",
+    ),
+    (
+        *("--links", "L", int),
+        "with --ranks: links between host and devices on each node (default: one for each rank)",
+    ),
+    (
+        *("--network-rate", "RATE", str),
+        "with --nodes: bandwidth each way between a node and the others, such as 50GB/s (default: the"
+        " machine's)",
+    ),
+    (
+        *("--peer-rate", "RATE", str),
+        "with --ranks: bandwidth each way between a device and the others of its node (default: the"
+        " machine's)",
+    ),
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,8 +79,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--batch", metavar="N", type=int, help="images or sequences in a step")
     made.add_argument(
-        "--tokens", metavar="N", type=int, help="with --weights flash, in place of --batch: tokens in a"
-        " step",
+        "--tokens", metavar="N", type=int, help="with --weights flash or --ranks, in place of --batch:"
+        " tokens in a step",
     )  # fmt: skip
     made.add_argument(
         "--machine", required=True, metavar="NAME",
@@ -90,16 +115,22 @@ def parser() -> argparse.ArgumentParser:
         " records rest on flash, and the plan covers the whole step with the update (default: keep)",
     )  # fmt: skip
     made.add_argument(
-        "--memory", metavar="SIZE", type=size, help="with --weights flash: memory for weights, gradients,"
-        " buffers and saved tensors together (default: all the machine's)",
+        "--memory", metavar="SIZE", type=size, help="with --weights flash or --ranks: memory for weights,"
+        " gradients, buffers and saved tensors together (default: all the machine's)",
     )  # fmt: skip
     made.add_argument(
-        "--format", choices=FORMATS, help="with --weights flash: format of the optimizer's records"
+        "--format", choices=FORMATS, help="with --weights flash or --ranks: format of the records"
         " (default: exact)",
     )  # fmt: skip
     made.add_argument(
-        "--forward-only", action="store_true", help="with --weights flash: inference, without backward"
-        " and update",
+        "--forward-only", action="store_true", help="with --weights flash or --ranks: inference,"
+        " without backward and update",
+    )  # fmt: skip
+    for name, metavar, kind, text in _OF_RANKS:
+        made.add_argument(name, metavar=metavar, type=kind, help=text)
+    made.add_argument(
+        "--parallel", choices=PARALLEL, help="with --ranks: each rank has a part of every weight and its"
+        " records (fsdp2), or all of them (ddp) (default: fsdp2)",
     )  # fmt: skip
     made.add_argument("--autocast", choices=("bfloat16", "float16"), help="train under autocast")
     made.add_argument(
@@ -125,13 +156,16 @@ def execute(options: argparse.Namespace) -> int:
         ConfigError: An option, the network or the machine is invalid.
         PlanError: The file has no valid profile.
     """
-    if options.weights == "flash":
+    if options.weights == "flash" or options.ranks is not None:
         return execute_step(options)
+    for name in OF_RANKS:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} needs --ranks")
     for name in ("tokens", "memory", "format"):
         if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} needs --weights flash")
+            raise ConfigError(f"--{name} needs --weights flash or --ranks")
     if options.forward_only:
-        raise ConfigError("--forward-only needs --weights flash")
+        raise ConfigError("--forward-only needs --weights flash or --ranks")
     request = check(options)
     largest = _largest(request)
     outcomes = best_first(

@@ -1,4 +1,8 @@
-"""``penstock plan --weights flash``: one training step with weights and optimizer records on flash."""
+"""``penstock plan --weights flash`` and ``--ranks``: one whole training step, of one rank.
+
+Weights and optimizer records rest on flash, or with several ranks only the records, as far as memory
+does not hold them.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,17 @@ from penstock.cli.plan_network import (
 )
 from penstock.cli.plan_request import bytes_of, data_rate, device_of
 from penstock.core.errors import BudgetError, ConfigError, NoSpaceError, PenstockError
-from penstock.core.units import format_bytes, round_up
+from penstock.core.units import format_bytes, parse_bandwidth, round_up
 from penstock.plan import Machine, machines, policies
+from penstock.plan.ranks import PARALLEL, Ranks
 from penstock.plan.training_step import ENGINE_BYTES, StepPlan, StepPlanner, forward_part
 from penstock.plan.weights import ModuleWeights, forward_only, with_records
-from penstock.report.step_table import ChangedStep, changed_steps, whole_step
+from penstock.report.step_table import ChangedStep, changed_steps, ranks_line, whole_step
 
 FORMATS: Final = ("exact", "split", "bf16", "int8")
 """Formats of the optimizer's records: those of ``penstock.optim.formats``, which loads torch."""
+OF_RANKS: Final = ("nodes", "ssds", "links", "network_rate", "peer_rate", "parallel")
+"""Options that go with ``--ranks`` only."""
 _STATES: Final = {
     "sgd": (),
     "momentum": ("momentum_buffer",),
@@ -39,20 +46,24 @@ _STATES: Final = {
 }
 _UNUSED: Final = {
     "device_memory": "use --memory, which is for weights, gradients, buffers and saved tensors together",
-    "plot": "there is no plot of a step with weights on flash",
+    "plot": "there is no plot of a whole step",
     "save_plan": "a plan file has no weights yet",
 }
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """A checked request for the plan of a step with weights on flash."""
+    """A checked request for the plan of a whole step."""
 
     subject: PlannedNetwork
     batch_size: int
     shapes: StepShapes
     """The step of this batch."""
-    machine: Machine
+    node: Machine
+    """The machine as it is given, all of it."""
+    ranks: Ranks
+    data_bytes_per_s: int
+    """Rate at which data loaders of each rank read from flash."""
     device: str
     optimizer: str
     format: str
@@ -63,6 +74,17 @@ class StepRequest:
     """Room on flash; None: not known, so taken to be enough."""
     tbw_bytes: int | None
     forward_only: bool
+    weights_stay: bool
+
+    @cached_property
+    def machine(self) -> Machine:
+        """What one rank has of the machine."""
+        return _of_one_rank(self.node, self.ranks, self.device, self.data_bytes_per_s)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Fields of the machine that are not known, so that their time is not counted."""
+        return self.ranks.unknown(self.node)
 
     @property
     def units(self) -> int:
@@ -77,9 +99,10 @@ class StepRequest:
     @cached_property
     def weights(self) -> tuple[ModuleWeights, ...]:
         """Weights with records of the optimizer's format; none for forward alone."""
+        divided = self.ranks.divide(self.shapes.weights)
         if self.forward_only:
-            return forward_only(self.shapes.weights)
-        return with_records(self.shapes.weights, record_bytes(self.optimizer, self.format))
+            return forward_only(divided)
+        return with_records(divided, record_bytes(self.optimizer, self.format))
 
     @cached_property
     def planner(self) -> StepPlanner:
@@ -94,6 +117,7 @@ class StepRequest:
             ring_bytes=self._ring_bytes if self.device == "cpu" else 0,
             host_bytes=self.host_bytes,
             flash_bytes=self.flash_bytes,
+            weights_stay=self.weights_stay,
         )
 
     @property
@@ -111,6 +135,11 @@ class StepRequest:
             NoSpaceError: Flash has no room.
         """
         return self.planner.plan(self.memory_bytes)
+
+
+def _of_one_rank(node: Machine, ranks: Ranks, device: str, rate: int) -> Machine:
+    share = ranks.share_of(node, device=device)
+    return share.less_read(rate) if rate else share
 
 
 def record_bytes(optimizer: str, format_name: str) -> Callable[[int, str], int]:
@@ -148,12 +177,18 @@ def check_step(options: argparse.Namespace) -> StepRequest:
     """
     for name, why in _UNUSED.items():
         if getattr(options, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} does not go with --weights flash: {why}")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not go with --weights flash or --ranks: {why}"
+            )
     if options.policy == "all":
-        raise ConfigError("--policy all does not go with --weights flash; name one policy")
+        raise ConfigError(
+            "--policy all does not go with --weights flash or --ranks; name one policy"
+        )
     policies.get(options.policy)
-    machine = machines.find(options.machine)
-    device = options.device or device_of(machine)
+    node = machines.find(options.machine)
+    device = options.device or device_of(node)
+    ranks, node = _ranks(options, node)
+    machine = ranks.share_of(node, device=device)
     memory_bytes = bytes_of(options, "memory", machine.device_bytes, least=1)
     host_bytes = bytes_of(options, "host_memory", machine.host_bytes if device == "cuda" else 0)
     flash_bytes: int | None = bytes_of(options, "flash_memory", machine.flash_bytes)
@@ -161,7 +196,7 @@ def check_step(options: argparse.Namespace) -> StepRequest:
         flash_bytes = None
     tbw_bytes = None if options.tbw is None else bytes_of(options, "tbw", 0, least=1)
     rate = data_rate(options.data_rate, machine)
-    machine = machine.less_read(rate) if rate else machine
+    machine = _of_one_rank(node, ranks, device, rate)
     # states are on flash, so that none are in device memory
     training = TrainingSetup(machine, device, "sgd", options.autocast)
     found = subject(options.network, training, parse_settings(options.set))
@@ -177,7 +212,9 @@ def check_step(options: argparse.Namespace) -> StepRequest:
         subject=found,
         batch_size=batch_size,
         shapes=step_of(batch_size),
-        machine=machine,
+        node=node,
+        ranks=ranks,
+        data_bytes_per_s=rate,
         device=device,
         optimizer=options.optimizer,
         format=options.format or "exact",
@@ -187,7 +224,31 @@ def check_step(options: argparse.Namespace) -> StepRequest:
         flash_bytes=flash_bytes,
         tbw_bytes=tbw_bytes,
         forward_only=options.forward_only,
+        weights_stay=options.weights == "keep",
     )
+
+
+def _ranks(options: argparse.Namespace, node: Machine) -> tuple[Ranks, Machine]:
+    """Return the ranks, and the machine with the bandwidths of its network that are given."""
+    given = {
+        name: getattr(options, name) for name in OF_RANKS if getattr(options, name) is not None
+    }
+    if options.ranks is None:
+        if given:
+            raise ConfigError(f"--{next(iter(given)).replace('_', '-')} needs --ranks")
+        return Ranks(), node
+    for name in ("network", "peer"):
+        if f"{name}_rate" in given:
+            rate = parse_bandwidth(given.pop(f"{name}_rate"), what=f"--{name}-rate")
+            changed: dict[str, Any] = {f"{name}_bytes_per_s": float(rate)}
+            node = replace(node, **changed)
+    ranks = Ranks(options.ranks, **given)
+    if node.flash_service is not None and ranks.ssds != ranks.per_node:
+        raise ConfigError(
+            f"--ssds is {ranks.ssds} for {ranks.per_node} ranks on a node, and the times of a simulated"
+            f" drive ({node.name!r}) are those of one rank: give as many SSDs as ranks"
+        )
+    return ranks, node
 
 
 def _batch_size(options: argparse.Namespace, step_of: Callable[[int], StepShapes]) -> int:
@@ -236,11 +297,17 @@ def execute_step(options: argparse.Namespace) -> int:
 
 def _changes(request: StepRequest, plan: StepPlan) -> Iterator[ChangedStep]:
     """Plan the step again, with one thing changed at a time."""
-    machine = request.machine
-    if machine.flash_service is None:
-        two = machine.with_drives(2)
+    ranks = request.ranks
+    if request.node.flash_service is None:
+        two = replace(ranks, ssds=2 * ranks.ssds)
         room = None if request.flash_bytes is None else 2 * request.flash_bytes
-        yield _changed("a second SSD", replace(request, machine=two, flash_bytes=room))
+        name = "a second SSD" if ranks.ssds == 1 else f"twice the SSDs, {two.ssds} on a node"
+        yield _changed(name, replace(request, ranks=two, flash_bytes=room))
+    if ranks.count > 1:
+        more_nodes = replace(ranks, count=2 * ranks.count, nodes=2 * ranks.nodes)
+        yield _changed(f"twice the nodes, {more_nodes.nodes}", replace(request, ranks=more_nodes))
+        other = next(one for one in PARALLEL if one != ranks.parallel)
+        yield _changed(other, replace(request, ranks=replace(ranks, parallel=other)))
     more = replace(request, memory_bytes=2 * request.memory_bytes)
     if plan.read_bytes or plan.written_bytes:
         yield _changed(f"twice the memory, {format_bytes(more.memory_bytes)}", more)
@@ -256,7 +323,7 @@ def _changes(request: StepRequest, plan: StepPlan) -> Iterator[ChangedStep]:
 
 def _changed(name: str, request: StepRequest) -> ChangedStep:
     try:
-        return ChangedStep(name, request.units, request.plan())
+        return ChangedStep(name, request.units, request.plan(), ranks=request.ranks)
     except BudgetError as error:
         return ChangedStep(name, request.units, None, f"needs {format_bytes(error.least_bytes)}")
     except NoSpaceError:
@@ -279,9 +346,10 @@ def text(
         else f"{plan.parameters / 1e6:.4g} M trained parameters, with records of {request.optimizer} in"
         f" format {request.format}"
     )
+    where = "in memory" if request.weights_stay else "on flash"
     head.append(
-        f"{tokens} on {request.machine.name}\n{format_bytes(plan.weight_bytes)} of weights on flash;"
-        f" {trained}"
+        f"{tokens} on {request.node.name}{ranks_line(request.ranks, request.machine)}"
+        f"\n{format_bytes(plan.weight_bytes)} of weights {where}; {trained}"
         f"\n{format_bytes(request.memory_bytes)} of memory for everything, of which at least"
         f" {format_bytes(plan.least_bytes)} ({plan.least_bytes} bytes) are needed",
         style="not bold",
@@ -292,9 +360,11 @@ def text(
         unit=request.unit,
         tbw_bytes=request.tbw_bytes,
         flash_bytes=request.flash_bytes,
+        ranks=request.ranks,
+        unknown=request.unknown,
         verbose=verbose,
     )
-    now = ChangedStep("as asked for", request.units, plan)
+    now = ChangedStep("as asked for", request.units, plan, ranks=request.ranks)
     return Group(head, Text(), body, Text(), changed_steps([now, *changes], unit=request.unit))
 
 
@@ -307,7 +377,7 @@ def document(request: StepRequest, plan: StepPlan, changes: list[ChangedStep]) -
         "batch_size": request.batch_size,
         "units": request.units,
         "unit": request.unit,
-        "machine": request.machine.name,
+        "machine": request.node.name,
         "device": request.device,
         "optimizer": request.optimizer,
         "format": request.format,
@@ -316,27 +386,48 @@ def document(request: StepRequest, plan: StepPlan, changes: list[ChangedStep]) -
         "memory_bytes": request.memory_bytes,
         "flash_bytes": request.flash_bytes,
         "tbw_bytes": request.tbw_bytes,
-        "step": facts(plan, request.units, request.tbw_bytes),
+        "ranks": _ranks_facts(request, plan),
+        "step": facts(plan, request.units, request.tbw_bytes, request.ranks),
         "changes": [
             {
                 "change": one.name,
                 "units": one.units,
                 "refused": one.refused or None,
-                "step": None if one.plan is None else facts(one.plan, one.units, request.tbw_bytes),
+                "step": None
+                if one.plan is None
+                else facts(one.plan, one.units, request.tbw_bytes, one.ranks),
             }
             for one in changes
         ],
     }
 
 
-def facts(plan: StepPlan, units: int, tbw_bytes: int | None) -> dict[str, Any]:
-    """Return a plan as JSON. Times are in nanoseconds."""
+def _ranks_facts(request: StepRequest, plan: StepPlan) -> dict[str, Any]:
+    """Return what belongs to all ranks together, and what one has of its node, as JSON."""
+    ranks, share = request.ranks, request.machine
+    return {
+        **asdict(ranks),
+        "per_node": ranks.per_node,
+        "units": request.units * ranks.count,
+        "flash_read_bytes_per_s": share.flash_read_bytes_per_s,
+        "flash_write_bytes_per_s": share.flash_write_bytes_per_s,
+        "network_bytes_per_s": share.network_bytes_per_s or None,
+        "not_known": list(request.unknown),
+        "disk_bytes_per_node": plan.disk_bytes * ranks.per_node,
+        "disk_bytes_per_ssd": ranks.of_each_ssd(plan.disk_bytes),
+        "written_bytes_per_ssd": ranks.of_each_ssd(plan.written_bytes),
+    }
+
+
+def facts(plan: StepPlan, units: int, tbw_bytes: int | None, ranks: Ranks) -> dict[str, Any]:
+    """Return a plan as JSON, with the bytes of one rank. Times are in nanoseconds."""
     factor, replayed = plan.hidden_factor, plan.replayed
     return {
         **asdict(replayed),
         "stall_ns": replayed.stall_ns,
         "bounds": {**asdict(plan.bounds), "flash": plan.bounds.flash, "binds": plan.bounds.binds},
         "hiding_units": None if factor is None else round(factor * units),
+        "network_hiding_units": round(plan.network_factor * units),
         "memory": {**asdict(plan.memory), "total": plan.memory.total},
         "least_bytes": plan.least_bytes,
         "parameters": plan.parameters,
@@ -344,7 +435,9 @@ def facts(plan: StepPlan, units: int, tbw_bytes: int | None) -> dict[str, Any]:
         "disk_bytes": plan.disk_bytes,
         "read_bytes": plan.read_bytes,
         "written_bytes": plan.written_bytes,
-        "steps_to_wear_out": None if tbw_bytes is None else plan.steps_until(tbw_bytes),
+        "steps_to_wear_out": None
+        if tbw_bytes is None
+        else ranks.steps_until(tbw_bytes, plan.written_bytes),
         "kept": list(plan.kept),
         "cached": list(plan.cached),
         "order": list(plan.order),

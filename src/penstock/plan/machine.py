@@ -23,8 +23,9 @@ _ALONE: Final = ("flash_write_alone_bytes_per_s", "flash_read_alone_bytes_per_s"
 _FEWEST: Final = {"cudnn": 4, "processors": 0}
 """Least values of the whole numbers of ``Compute``."""
 _MEMORIES: Final = ("device_bytes", "host_bytes", "flash_bytes")
+_NETWORK: Final = ("network_bytes_per_s", "peer_bytes_per_s")
 _NOT_NUMBERS: Final = ("name", "compute", "sources", "flash_service")
-_ZERO_OR_MORE: Final = ("flash_latency_s", "interference", *_MEMORIES, *_WORK, *_ALONE)
+_ZERO_OR_MORE: Final = ("flash_latency_s", "interference", *_MEMORIES, *_WORK, *_ALONE, *_NETWORK)
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,10 @@ class Machine:
     flash_write_alone_bytes_per_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
     """Bandwidth of flash while nothing computes; 0: not known, so the same. Likewise for the next."""
     flash_read_alone_bytes_per_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
+    network_bytes_per_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
+    """Bandwidth each way between one node and the others, all its adapters together; 0: not known."""
+    peer_bytes_per_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
+    """Bandwidth each way between one device and the others of its node; 0: not known."""
     sources: tuple[str, ...] = ()
     """Sources of the figures."""
     flash_service: Service | None = field(default=None, metadata=MAY_BE_OMITTED)
@@ -157,8 +162,11 @@ class Machine:
         )
         return replace(self, flash_write_bytes_per_s=write, flash_read_bytes_per_s=read)
 
-    def with_drives(self, count: int) -> Machine:
-        """Return this machine with ``count`` times as many drives as one striped flash tier."""
+    def with_drives(self, count: float) -> Machine:
+        """Return this machine with ``count`` times as many drives as one striped flash tier.
+
+        Below 1 it is the share of one of several that use a drive at the same time.
+        """
         names = ("flash_write_bytes_per_s", "flash_read_bytes_per_s", *_ALONE)
         return replace(self, **{name: count * getattr(self, name) for name in names})
 
@@ -191,6 +199,10 @@ class Machine:
             whole_s = self.flash_service.seconds(nbytes, writing=writing)
             return max(0.0, whole_s - self.flash_latency_s)
         return nbytes / (self.flash_write_bytes_per_s if writing else self.flash_read_bytes_per_s)
+
+    def network_ns(self, nbytes: int) -> int:
+        """Return the time in ns to receive ``nbytes`` from other ranks; 0 if that is not known."""
+        return round(nbytes / self.network_bytes_per_s * 1e9) if self.network_bytes_per_s else 0
 
     def write_work_ns(self, nbytes: int) -> int:
         """Return the compute time in ns lost to writing ``nbytes``."""

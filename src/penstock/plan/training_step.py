@@ -85,6 +85,9 @@ class StepBounds:
     """Arithmetic of updates."""
     link: int
     """The busier direction of the link; 0 if flash is not behind it."""
+    network: int = 0
+    """Weights that are gathered and gradients that are reduced; 0 if there is none, or its bandwidth is
+    not known."""
 
     @property
     def flash(self) -> int:
@@ -94,16 +97,17 @@ class StepBounds:
     @property
     def step(self) -> int:
         """The largest."""
-        return max(self.compute, self.flash, self.update, self.link)
+        return max(self.compute, self.flash, self.update, self.link, self.network)
 
     @property
     def binds(self) -> str:
-        """Name of the largest: ``"compute"``, ``"flash"``, ``"link"`` or ``"update"``."""
+        """Name of the largest: ``"compute"``, ``"flash"``, ``"link"``, ``"update"`` or ``"network"``."""
         bounds = {
             "compute": self.compute,
             "flash": self.flash,
             "link": self.link,
             "update": self.update,
+            "network": self.network,
         }
         return max(bounds, key=bounds.__getitem__)
 
@@ -121,24 +125,29 @@ class StepPlan:
     cached: tuple[str, ...]
     """Modules whose optimizer records stay in memory."""
     order: tuple[str, ...]
-    """Modules in the order in which their weights are read, once for each use."""
+    """Modules in the order in which their weights are read or gathered, once for each use."""
     memory: StepMemory
     memory_bytes: int
     """The memory that was given."""
     least_bytes: int
     """Least memory for this step."""
     disk_bytes: int
-    """Bytes on flash: all weights, all records, and the most saved tensors at once."""
+    """Bytes on flash: all weights (unless they never leave memory), all records, and the most saved
+    tensors at once. With several ranks, those of one."""
     parameters: int
-    """Number of trained parameters."""
+    """Number of trained parameters, of all ranks together."""
+    weights_stay: bool
+    """True if weights never leave memory."""
     weight_bytes: int
-    """Bytes of all weights."""
+    """Bytes of all weights, of all ranks together."""
     bounds: StepBounds
     replayed: ReplayedStep
     hidden_factor: float | None
     """How many times as many tokens a step (images, sequences) would just hide the flash behind compute;
     1 or less: it is hidden. None: no number would, since saved tensors take longer to move than to
     compute."""
+    network_factor: float
+    """The same for the network, whose bytes do not grow with the tokens; 0 if it takes no time."""
 
     @property
     def written_bytes(self) -> int:
@@ -149,10 +158,6 @@ class StepPlan:
     def read_bytes(self) -> int:
         """Bytes read from flash in a step."""
         return self.replayed.moved.read + self.replayed.activations_read
-
-    def steps_until(self, tbw_bytes: int) -> int | None:
-        """Return the number of steps that write ``tbw_bytes``; None if nothing is written."""
-        return tbw_bytes // self.written_bytes if self.written_bytes else None
 
 
 def least_window(profile: Profile, weights: Sequence[ModuleWeights], kept: frozenset[str]) -> int:
@@ -242,6 +247,7 @@ class StepPlanner:
         ring_bytes: int = 0,
         host_bytes: int = 0,
         flash_bytes: int | None = None,
+        weights_stay: bool = False,
     ) -> None:
         """Prepare.
 
@@ -256,6 +262,7 @@ class StepPlanner:
                 the optimizer's ring).
             host_bytes: Host memory for saved tensors, beyond ``device_bytes``; 0 on a CPU.
             flash_bytes: Room on flash for everything; None: as much as is needed.
+            weights_stay: True if weights never leave memory; only records rest on flash.
 
         Raises:
             NoSpaceError: Flash has no room for weights and records.
@@ -273,7 +280,8 @@ class StepPlanner:
         self._policy = policy
         self._least_policy = least_policy or policy
         self._rings = ring_bytes
-        self.home_bytes = sum(one.read_bytes for one in weights)
+        self._weights_stay = weights_stay
+        self.home_bytes = 0 if weights_stay else sum(one.read_bytes for one in weights)
         self.record_bytes = sum(one.state_bytes for one in weights)
         self._room_bytes = self._check_room(flash_bytes)
         self._host_bytes = host_bytes
@@ -345,13 +353,13 @@ class StepPlanner:
 
     def _candidates(self) -> Iterator[_Candidate]:
         profile = self._profile
-        largest = max((one.read_bytes for one in self._weights), default=0)
+        largest = max((one.held_bytes(kept=self._weights_stay) for one in self._weights), default=0)
         for choice in self._choices():
             least = least_window(profile, self._weights, choice.kept)
             streamed = sum(
-                one.read_bytes + one.trained_bytes
+                one.held_bytes(kept=one.module in choice.kept) + one.trained_bytes
                 for one in self._weights
-                if one.module not in choice.kept
+                if one.gathered or one.module not in choice.kept
             )
             kept, cached = self._sizes(choice)
             windows = {min(least + ahead * largest, max(least, 2 * streamed)) for ahead in _AHEAD}
@@ -368,11 +376,11 @@ class StepPlanner:
         ordered = sorted(
             (one for one in self._weights if one.uses), key=lambda one: one.uses[0].first
         )
-        sizes = [(one.module, one.nbytes) for one in ordered]
+        sizes = [(one.module, one.part_of(one.nbytes)) for one in ordered]
         records = [(one.module, one.state_bytes) for one in ordered if one.state_bytes]
         unused = frozenset(one.module for one in self._weights if not one.uses)
         seen = set()
-        for part in range(_SHARES + 1):
+        for part in range(_SHARES * self._weights_stay, _SHARES + 1):
             kept = share_of(sizes, part / _SHARES, always_bytes=SMALL_BYTES) - unused
             if kept not in seen:
                 seen.add(kept)
@@ -384,7 +392,11 @@ class StepPlanner:
                 yield WeightsChoice(every, cached)
 
     def _sizes(self, choice: WeightsChoice) -> tuple[int, int]:
-        kept = sum(one.read_bytes for one in self._weights if one.module in choice.kept)
+        kept = sum(
+            one.read_bytes
+            for one in self._weights
+            if self._weights_stay or one.module in choice.kept
+        )
         cached = sum(one.state_bytes for one in self._weights if one.module in choice.cached)
         return kept, cached
 
@@ -456,7 +468,7 @@ class StepPlanner:
     def _bound(self, one: _Candidate) -> tuple[int, int]:
         """Return a time that no replay of a candidate is shorter than, and least bytes written."""
         moved = step_bytes(self._weights, one.choice.kept, one.choice.cached)
-        transfers = sum(each.loads + 2 * MOST_PIECES for each in self._weights)  # each is rounded
+        transfers = sum(2 * each.loads + 3 * MOST_PIECES for each in self._weights)  # all rounded
         return self._bounds(moved, one.saved).step - transfers, moved.written
 
     def _bounds(self, moved: StepBytes, saved: Plan) -> StepBounds:
@@ -480,6 +492,7 @@ class StepPlanner:
             shared=machine.flash_shared,
             update=updates,
             link=max(link),
+            network=machine.network_ns(moved.network),
         )
 
     def _flash_ns(self, moved: StepBytes) -> tuple[int, int]:
@@ -503,6 +516,7 @@ class StepPlanner:
             shared=machine.flash_shared,
             update=found.update_ns,
             link=found.link_ns,
+            network=found.network_ns,
         )
         slots = step_slots(profile, machine, self._weights, one.choice)
         names = [w.module for w in self._weights]
@@ -517,10 +531,12 @@ class StepPlanner:
             least_bytes=self.least.total,
             disk_bytes=self.home_bytes + self.record_bytes + found.tier_peak_bytes[1],
             parameters=sum(w.trained for w in self._weights if w.updated),
+            weights_stay=self._weights_stay,
             weight_bytes=sum(w.nbytes for w in self._weights),
             bounds=bounds,
             replayed=found,
             hidden_factor=_hidden_factor(always, machine),  # flash is hidden: it always computes
+            network_factor=found.network_ns / max(1, found.compute_ns),
         )
 
     def _too_little(self, memory_bytes: int) -> BudgetError:

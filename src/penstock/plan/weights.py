@@ -56,9 +56,19 @@ class ModuleWeights:
     """Operators from the first that makes its gradient until it is final; None: it gets none."""
     record_bytes: int = 0
     """Bytes of the optimizer's records for it, which an update reads and writes once."""
+    shards: int = 1
+    """Parts into which ranks divide it (FSDP2). Each rank reads, updates and writes its own, and all
+    parts are gathered for each use. 1: the whole is on every rank."""
+    gathered_bytes: int = 0
+    """Bytes that come from other ranks for each use; the next come while its gradient is reduced."""
+    reduced_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.nbytes, self.trained_bytes, self.trained, self.record_bytes) < 0:
+        counts = (
+            *(self.nbytes, self.trained_bytes, self.trained, self.record_bytes),
+            *(self.shards - 1, self.gathered_bytes, self.reduced_bytes),
+        )
+        if min(counts) < 0:
             raise PlanError(f"weights of {self.module!r}: a count is negative: {self}")
         if self.trained_bytes > self.nbytes:
             raise PlanError(
@@ -85,13 +95,30 @@ class ModuleWeights:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of one read, in whole pages."""
-        return round_up(self.nbytes, PAGE_BYTES)
+        """Bytes of one read, in whole pages: this rank's part."""
+        return round_up(self.part_of(self.nbytes), PAGE_BYTES)
 
     @property
     def written_bytes(self) -> int:
         """Bytes that a step writes home, in whole pages: those of trained parameters."""
-        return round_up(self.trained_bytes, PAGE_BYTES) if self.updated else 0
+        return round_up(self.part_of(self.trained_bytes), PAGE_BYTES) if self.updated else 0
+
+    @property
+    def gathered(self) -> bool:
+        """True if other ranks have parts of it, which each use needs."""
+        return self.shards > 1
+
+    def held_bytes(self, *, kept: bool) -> int:
+        """Return the bytes in memory during a use, beside those that are ``kept`` there anyway.
+
+        If it is gathered, that is the whole, and the part that was read for it.
+        """
+        part = 0 if kept else self.read_bytes
+        return part + round_up(self.nbytes, PAGE_BYTES) if self.gathered else part
+
+    def part_of(self, count: int) -> int:
+        """Return this rank's part of bytes or elements, rounded up."""
+        return -(-count // self.shards)
 
     @property
     def state_bytes(self) -> int:
@@ -104,7 +131,10 @@ def with_records(
 ) -> tuple[ModuleWeights, ...]:
     """Return the weights with records of ``record_bytes(trained elements, dtype)`` bytes."""
     return tuple(
-        replace(one, record_bytes=record_bytes(one.trained, one.dtype) if one.trained else 0)
+        replace(
+            one,
+            record_bytes=record_bytes(one.part_of(one.trained), one.dtype) if one.trained else 0,
+        )
         for one in weights
     )
 
@@ -117,6 +147,7 @@ def forward_only(weights: Iterable[ModuleWeights]) -> tuple[ModuleWeights, ...]:
             uses=tuple(use for use in one.uses if not use.backward),
             gradient=None,
             record_bytes=0,
+            reduced_bytes=0,
         )
         for one in weights
     )
@@ -124,12 +155,14 @@ def forward_only(weights: Iterable[ModuleWeights]) -> tuple[ModuleWeights, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes that a step moves between flash and memory for weights and their update."""
+    """Bytes that a step of one rank moves for weights and their update, to and from flash."""
 
     weights_read: int = 0
     weights_written: int = 0
     records_read: int = 0
     records_written: int = 0
+    network: int = 0
+    """Bytes that come over the network, from other ranks."""
 
     @property
     def read(self) -> int:
@@ -152,6 +185,7 @@ def step_bytes(
         kept: Modules whose weights stay in memory.
         cached: Modules whose records stay in memory.
     """
+    weights = tuple(weights)
     streamed = [one for one in weights if one.module not in kept]
     states = sum(one.state_bytes for one in weights if one.module not in cached)
     return StepBytes(
@@ -159,6 +193,9 @@ def step_bytes(
         weights_written=sum(one.written_bytes for one in streamed),
         records_read=states,
         records_written=states,
+        network=sum(
+            one.loads * one.gathered_bytes + one.reduced_bytes * one.updated for one in weights
+        ),
     )
 
 

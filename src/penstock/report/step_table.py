@@ -1,17 +1,19 @@
-"""Tables of one planned training step with weights on flash."""
+"""Tables of one planned training step, whole: that of one rank if there are several."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.core.units import format_bytes, format_duration
+from penstock.core.units import format_bandwidth, format_bytes, format_duration
 from penstock.observe.summary_text import add_row, grid, percent
+from penstock.plan.machine import Machine
+from penstock.plan.ranks import DDP, Ranks
 from penstock.plan.training_step import StepPlan
 from penstock.report.plan_table import wear
 
@@ -20,6 +22,11 @@ _BINDS: Final = {
     "flash": "flash",
     "link": "the link",
     "update": "the arithmetic of updates",
+    "network": "the network",
+}
+_NOT_KNOWN: Final = {
+    "network_bytes_per_s": "the bandwidth between nodes is not known (--network-rate)",
+    "peer_bytes_per_s": "the bandwidth between the devices of a node is not known (--peer-rate)",
 }
 
 
@@ -35,6 +42,7 @@ class ChangedStep:
     """The plan; None: it is refused."""
     refused: str = ""
     """Reason of the refusal, in a few words."""
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 def whole_step(
@@ -44,6 +52,8 @@ def whole_step(
     unit: str,
     tbw_bytes: int | None,
     flash_bytes: int | None,
+    ranks: Ranks,
+    unknown: Sequence[str],
     verbose: bool,
 ) -> RenderableType:
     """Return everything about one plan.
@@ -52,16 +62,19 @@ def whole_step(
         plan: The plan.
         units: Tokens or samples in the step.
         unit: Which of the two.
-        tbw_bytes: Bytes written that the SSD is rated for.
-        flash_bytes: Room on flash.
+        tbw_bytes: Bytes written that each SSD is rated for.
+        flash_bytes: Room on flash for each rank.
+        ranks: The ranks that train together.
+        unknown: Fields of the machine that are not known, so that their time is not counted.
         verbose: Name the modules whose weights stay, too.
     """
     parts: list[RenderableType] = [
         _time(plan),
         Group(_bounds(plan), Text(), Text(verdict(plan, units=units, unit=unit))),
+        *(Text(f"{_NOT_KNOWN[name]}, so its time is not counted") for name in unknown),
         _memory(plan),
-        Group(_traffic(plan), Text(), Text(_disk(plan, flash_bytes))),
-        Text(wear(plan.written_bytes, tbw_bytes)),
+        Group(_traffic(plan), Text(), Text(_disk(plan, flash_bytes, ranks))),
+        Text(_wear(plan, tbw_bytes, ranks)),
     ]
     if verbose:
         parts.append(Text(f"weights that stay: {', '.join(plan.kept) or 'none'}"))
@@ -69,8 +82,37 @@ def whole_step(
     return Group(*spaced[:-1])
 
 
+def ranks_line(ranks: Ranks, share: Machine) -> str:
+    """Return what one rank has of its node, to stand after the machine's name; "" for one rank."""
+    if ranks.count == 1:
+        return ""
+    what = "all weights" if ranks.parallel == DDP else f"one part in {ranks.shards} of the weights"
+    nodes = f"{ranks.nodes} nodes" if ranks.nodes > 1 else "one node"
+    ssds = f"{ranks.ssds} SSDs" if ranks.ssds > 1 else "one SSD"
+    network = share.network_bytes_per_s
+    rates = ", ".join(
+        f"{name} {format_bandwidth(rate)}"
+        for name, rate in (
+            ("reads", share.flash_read_bytes_per_s),
+            ("writes", share.flash_write_bytes_per_s),
+        )
+    )
+    return (
+        f"\none of {ranks.count} ranks on {nodes}, with {what} ({ranks.parallel}); {ssds} for the"
+        f" {ranks.per_node} ranks of a node: each {rates}"
+        + (f", and {format_bandwidth(network)} of network" if network else "")
+    )
+
+
 def verdict(plan: StepPlan, *, units: int, unit: str) -> str:
-    """Say what binds, and from how many tokens or samples a step flash is hidden."""
+    """Say what binds, and from how many tokens or samples a step flash and the network are hidden."""
+    text = _verdict(plan, units=units, unit=unit)
+    if not plan.network_factor:
+        return text
+    return f"{text}; the network from {round(plan.network_factor * units)} on"
+
+
+def _verdict(plan: StepPlan, *, units: int, unit: str) -> str:
     text = f"{_BINDS[plan.bounds.binds]} binds"
     if not plan.read_bytes + plan.written_bytes:
         return f"{text}; nothing moves between memory and flash"
@@ -91,8 +133,12 @@ def hiding_units(plan: StepPlan, units: int) -> str:
 
 
 def changed_steps(steps: Sequence[ChangedStep], *, unit: str) -> Table:
-    """Return a table of what changes would do; the first line is the step as it is."""
-    names = ["", "step", f"a 1000\n{unit}", "binds", f"T*,\n{unit}", "written", "disk"]
+    """Return a table of what changes would do; the first line is the step as it is.
+
+    Bytes are those of each SSD, tokens those of each rank.
+    """
+    names = ["", "step", f"a 1000\n{unit}", "binds", f"T*,\n{unit}"]
+    names += ["written,\neach SSD", "disk,\neach SSD"]
     table = grid("What would change it", names)
     for one in steps:
         if one.plan is None:
@@ -106,8 +152,8 @@ def changed_steps(steps: Sequence[ChangedStep], *, unit: str) -> Table:
             format_duration(step_s / one.units * 1000),
             one.plan.bounds.binds,
             hiding_units(one.plan, one.units),
-            format_bytes(one.plan.written_bytes),
-            format_bytes(one.plan.disk_bytes),
+            format_bytes(one.ranks.of_each_ssd(one.plan.written_bytes)),
+            format_bytes(one.ranks.of_each_ssd(one.plan.disk_bytes)),
         )
     return table
 
@@ -142,6 +188,7 @@ def _bounds(plan: StepPlan) -> Table:
         flash: bounds.flash,
         "arithmetic of updates": bounds.update,
         "link": bounds.link,
+        "network": bounds.network,
     }.items():
         if took_ns:
             _add_time(table, name, took_ns, step_ns)
@@ -170,8 +217,9 @@ def _memory(plan: StepPlan) -> Table:
 
 
 def _traffic(plan: StepPlan) -> Table:
-    table = grid("Flash in one step", ("", "read", "written"))
     moved, found = plan.replayed.moved, plan.replayed
+    title = "Flash and network in one step" if moved.network else "Flash in one step"
+    table = grid(title, ("", "read", "written"))
     for name, read, written in (
         ("weights", moved.weights_read, moved.weights_written),
         ("optimizer records", moved.records_read, moved.records_written),
@@ -180,12 +228,21 @@ def _traffic(plan: StepPlan) -> Table:
     ):
         if read or written or name == "in all":
             add_row(table, name, format_bytes(read), format_bytes(written))
+    if moved.network:
+        add_row(table, "from other ranks", format_bytes(moved.network), "-")
     return table
 
 
-def _disk(plan: StepPlan, flash_bytes: int | None) -> str:
+def _disk(plan: StepPlan, flash_bytes: int | None, ranks: Ranks) -> str:
     room = "" if flash_bytes is None else f", of {format_bytes(flash_bytes)}"
+    node = plan.disk_bytes * ranks.per_node
+    rank = "" if ranks.count == 1 else f" by each rank, {format_bytes(node)} on each node"
     return (
-        f"{format_bytes(plan.disk_bytes)} of flash needed{room}: all weights, all records, and saved"
-        " tensors"
+        f"{format_bytes(plan.disk_bytes)} of flash needed{rank}{room}:"
+        f" {'' if plan.weights_stay else 'all weights, '}all records, and saved tensors"
     )
+
+
+def _wear(plan: StepPlan, tbw_bytes: int | None, ranks: Ranks) -> str:
+    text = wear(ranks.of_each_ssd(plan.written_bytes), tbw_bytes)
+    return text.replace("the SSD", "each SSD") if ranks.ssds * ranks.nodes > 1 else text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from penstock.core.units import round_up
@@ -26,6 +26,8 @@ from penstock.plan.residency import OFFLOADED, RECOMPUTED
 
 HOST: Final = 0
 FLASH: Final = 1
+NETWORK: Final = 2
+"""Other ranks: weights of which each has a part come from there, and gradients are reduced there."""
 TIERS: Final = {"host": HOST, "flash": FLASH}
 
 
@@ -36,7 +38,7 @@ class Moves:
     action: bytearray
     """KEPT, OFFLOADED or RECOMPUTED. What cannot be staged is kept."""
     tier: bytearray
-    """HOST or FLASH for offloaded slots."""
+    """HOST or FLASH for offloaded slots; NETWORK for weights in memory whose other parts are gathered."""
     not_before: dict[int, int]
     """``prefetch_at`` of the slots that have one."""
     moved_bytes: list[int]
@@ -52,6 +54,8 @@ class Moves:
     write_work_ns: list[int]
     """Compute time lost to writing each slot."""
     read_work_ns: list[int]
+    network_ns: dict[int, int] = field(default_factory=dict, kw_only=True)
+    """Time on the network of the slots that other ranks have a part in."""
 
     @property
     def used_tiers(self) -> set[int]:
@@ -135,6 +139,8 @@ class Channels:
     update_in: ReplayLane | None = None
     """Reads of an update: then comes its arithmetic, then its write; all ends are in ``written``."""
     update: ReplayLane | None = None
+    reduce: ReplayLane | None = None
+    """Gradients on the network, before their update; those that are divided among ranks end there."""
     staged: StagedLanes | None = None
     """Lanes between device and flash if there is staging memory, ``out`` and ``back`` among them."""
 
@@ -167,30 +173,29 @@ def channels_of(
     """
     count = len(moves.action)
     written, arrived = [NOT_YET] * count, [NOT_YET] * count
-    tiers = moves.used_tiers | ({FLASH} if update_ns is not None else set())
+    tiers = (moves.used_tiers | ({FLASH} if update_ns is not None else set())) - {NETWORK}
     coded = any(moves.encode_ns) or any(moves.decode_ns)
-    codec, link_out, link_in, flash_out = (
-        ReplayChannel(),
-        ReplayChannel(),
-        ReplayChannel(),
-        ReplayChannel(),
-    )
+    codec, link_out, link_in, flash_out = (ReplayChannel() for _ in range(4))
     flash_in = flash_out if machine.flash_shared else ReplayChannel()
-    together = coded or update_ns is not None or (FLASH in tiers and machine.flash_shared)
-    together = together or (len(tiers) == 2 and machine.flash_over_link)
     stages = FLASH in tiers and staging_bytes > 0
-    together = together or stages
+    together = coded or stages or update_ns is not None or (FLASH in tiers and machine.flash_shared)
+    together = together or (len(tiers) == 2 and machine.flash_over_link)
     out: dict[int, ReplayLane] = {}
     back: dict[int, ReplayLane] = {}
     staged: StagedLanes | None = None
     decode = (
         ReplayLane((codec, moves.decode_ns), precedence=DECODE, done=arrived) if coded else None
     )
-    to_decode: list[ReplayLane | None] | None = None
+    to_next: list[ReplayLane | None] | None = None
     update_uses: list[tuple[ReplayChannel, list[int]]] = []
-    update_latency_ns = 0
-    if coded:
-        to_decode = [decode if took else None for took in moves.decode_ns]
+    reduce = None
+    if moves.network_ns:
+        back[NETWORK], reduce, out[NETWORK] = _network_lanes(moves, written, arrived)
+    if coded or moves.network_ns:
+        to_next = [
+            back[NETWORK] if i in moves.network_ns else decode if took else None
+            for i, took in enumerate(moves.decode_ns)
+        ]
     for tier in sorted(tiers):
         out_uses, in_uses = [(link_out, moves.link_out_ns)], [(link_in, moves.link_in_ns)]
         latency_ns = 0
@@ -200,7 +205,7 @@ def channels_of(
             in_uses.append((flash_in, moves.flash_in_ns))
             if not machine.flash_over_link:
                 del out_uses[0], in_uses[0]
-            update_uses, update_latency_ns = [*in_uses], latency_ns
+            update_uses = [*in_uses]
         if tier == FLASH and stages:
             staged = staged_lanes(
                 staging_bytes,
@@ -212,7 +217,7 @@ def channels_of(
                 written=written,
                 arrived=arrived,
                 latency_ns=latency_ns,
-                to_decode=to_decode,
+                to_decode=to_next,
             )
             out[tier], back[tier] = staged.out, staged.back
             continue
@@ -220,7 +225,7 @@ def channels_of(
             out_uses, in_uses = _merged(out_uses), _merged(in_uses)
         out[tier] = ReplayLane(*out_uses, precedence=WRITE, done=written, latency_ns=latency_ns)
         back[tier] = ReplayLane(
-            *in_uses, precedence=READ, done=arrived, latency_ns=latency_ns, then=to_decode
+            *in_uses, precedence=READ, done=arrived, latency_ns=latency_ns, then=to_next
         )
     encode = None
     if coded:
@@ -228,22 +233,69 @@ def channels_of(
         encode = ReplayLane((codec, moves.encode_ns), precedence=ENCODE, done=written, then=to_tier)
     update_in = update = None
     if update_ns is not None:
-        update = ReplayLane(
-            (ReplayChannel(), update_ns), precedence=DECODE, done=written, then=[out[FLASH]] * count
-        )
-        update_in = ReplayLane(
-            *update_uses,
-            precedence=WRITE,
-            done=written,
-            latency_ns=update_latency_ns,
-            then=[update] * count,
+        update_in, update = _update_lanes(
+            *(moves, update_ns, update_uses, round(machine.flash_latency_s * 1e9)),
+            written=written,
+            out=out,
+            reduce=reduce,
         )
     beyond = () if staged is None else (staged.to_device, staged.to_flash)
-    ordered = (decode, update, *back.values(), update_in, *beyond, *out.values(), encode)
+    ordered = (decode, update, *back.values(), reduce, update_in, *beyond, *out.values(), encode)
     lanes = ReplayLanes([lane for lane in ordered if lane is not None], together=together)
     if staged is not None:
         staged.back.lanes = lanes
-    return Channels(lanes, out, back, encode, decode, written, arrived, update_in, update, staged)
+    return Channels(
+        *(lanes, out, back, encode, decode, written, arrived), update_in, update, reduce, staged
+    )
+
+
+def _update_lanes(
+    moves: Moves,
+    update_ns: Sequence[int],
+    uses: Sequence[tuple[ReplayChannel, Sequence[int]]],
+    latency_ns: int,
+    *,
+    written: list[int],
+    out: dict[int, ReplayLane],
+    reduce: ReplayLane | None,
+) -> tuple[ReplayLane, ReplayLane]:
+    """Return the lanes of an update's reads and of its arithmetic; then come the writes, if any.
+
+    What is reduced first goes on to them from there.
+    """
+    last = out.get(NETWORK, out[FLASH])
+    update = ReplayLane(
+        (ReplayChannel(), update_ns),
+        precedence=DECODE,
+        done=written,
+        then=[out[FLASH] if took else last for took in moves.flash_out_ns],
+    )
+    reads = ReplayLane(
+        *uses,
+        precedence=WRITE,
+        done=written,
+        latency_ns=latency_ns,
+        then=[update] * len(moves.action),
+    )
+    if reduce is not None:
+        reduce.then = [
+            last if tier == NETWORK else reads if took else update
+            for tier, took in zip(moves.tier, moves.flash_in_ns, strict=True)
+        ]
+    return reads, update
+
+
+def _network_lanes(
+    moves: Moves, written: list[int], arrived: list[int]
+) -> tuple[ReplayLane, ReplayLane, ReplayLane]:
+    """Return the lanes of what is gathered and of what is reduced, and of what ends there, in no time."""
+    count = len(moves.action)
+    network, times = ReplayChannel(), [moves.network_ns.get(i, 0) for i in range(count)]
+    return (
+        ReplayLane((network, times), precedence=READ, done=arrived),
+        ReplayLane((network, times), precedence=WRITE, done=written),
+        ReplayLane((ReplayChannel(), [0] * count), precedence=WRITE, done=written),
+    )
 
 
 def _merged(uses: list[tuple[ReplayChannel, list[int]]]) -> list[tuple[ReplayChannel, list[int]]]:

@@ -10,7 +10,7 @@ from typing import Final
 from penstock.core.units import MIB
 from penstock.plan.machine import Machine
 from penstock.plan.profile import Event, PassProfile, Profile, SlotProfile
-from penstock.plan.replay.moves import FLASH, Moves
+from penstock.plan.replay.moves import FLASH, NETWORK, Moves
 from penstock.plan.residency import OFFLOADED
 from penstock.plan.slots import SlotKey
 from penstock.plan.weights import ModuleWeights, WeightUse
@@ -64,6 +64,8 @@ class WeightUpdate:
     """Compute time lost to its transfers."""
     pieces: tuple[int, ...] = ()
     """Slots of the pieces that flash reads and writes."""
+    whole: int | None = None
+    """Slot of the gradient of all ranks, until each has the sum of its part; None: it is not divided."""
 
 
 @dataclass(slots=True)
@@ -82,13 +84,16 @@ class StepSlots:
     write_bytes: dict[int, int] = field(default_factory=dict)
     update_ns: dict[int, int] = field(default_factory=dict)
     """Time of the arithmetic of each piece."""
+    network_bytes: dict[int, int] = field(default_factory=dict)
+    """Bytes that come from other ranks."""
 
     def fill(self, moves: Moves, machine: Machine) -> None:
         """Enter the bytes and times of these slots."""
         for load in self.loads:
             moves.action[load.slot] = OFFLOADED
-            moves.tier[load.slot] = FLASH
-            moves.read_work_ns[load.slot] = machine.read_work_ns(load.nbytes)
+            nbytes = self.read_bytes.get(load.slot, 0)
+            moves.tier[load.slot] = FLASH if nbytes else NETWORK
+            moves.read_work_ns[load.slot] = machine.read_work_ns(nbytes) if nbytes else 0
         for i, nbytes in self.read_bytes.items():
             moves.flash_in_ns[i] = _busy_ns(machine, nbytes, writing=False)
             if machine.flash_over_link:
@@ -97,6 +102,12 @@ class StepSlots:
             moves.flash_out_ns[i] = _busy_ns(machine, nbytes, writing=True)
             if machine.flash_over_link:
                 moves.link_out_ns[i] = round(nbytes / machine.host_write_bytes_per_s * 1e9)
+
+        for i, nbytes in self.network_bytes.items():
+            moves.network_ns[i] = machine.network_ns(nbytes)
+        for one in self.updates:
+            if one.whole is not None:
+                moves.tier[one.whole] = NETWORK
 
     def update_times(self) -> list[int]:
         """Return the time of the arithmetic of every slot; 0 for those that are no pieces."""
@@ -162,13 +173,13 @@ class _SlotMaker:
     def add(self, one: ModuleWeights, choice: WeightsChoice) -> None:
         streamed = one.module not in choice.kept
         handed = None
-        for use in one.uses if streamed else ():
-            load = self._load(one, use)
+        for use in one.uses if streamed or one.gathered else ():
+            load = self._load(one, use, kept=not streamed)
             if load.handed_over:
                 handed = load.slot
         if one.updated:
             states = 0 if one.module in choice.cached else one.state_bytes
-            self._update(one, handed, states, one.written_bytes * streamed)
+            self._update(one, handed, states, streamed=streamed)
 
     def made(self) -> StepSlots:
         begin, end = self._given.axis_ns
@@ -196,56 +207,67 @@ class _SlotMaker:
         )
         return self._made.first + len(self._slots) - 1
 
-    def _load(self, one: ModuleWeights, use: WeightUse) -> WeightLoad:
+    def _load(self, one: ModuleWeights, use: WeightUse, *, kept: bool) -> WeightLoad:
         begin_ns, end_ns = use.span_ns(self._given.operators)
         axis_ns, _ = self._given.axis_ns
-        slot = self._slot(one.module, one.read_bytes, axis_ns, begin_ns)
+        held = one.held_bytes(kept=kept)
+        slot = self._slot(one.module, held, axis_ns, begin_ns)
         handed = one.updated and one.gradient is not None and one.gradient.last == use.last
-        load = WeightLoad(slot, one, begin_ns, end_ns, one.read_bytes, handed)
-        self._made.read_bytes[slot] = one.read_bytes
+        load = WeightLoad(slot, one, begin_ns, end_ns, held, handed)
+        if not kept:
+            self._made.read_bytes[slot] = one.read_bytes
+        if one.gathered:
+            self._made.network_bytes[slot] = one.gathered_bytes
         self._loads.append(load)
         return load
 
-    def _update(self, one: ModuleWeights, load: int | None, states: int, written: int) -> None:
+    def _update(self, one: ModuleWeights, load: int | None, states: int, *, streamed: bool) -> None:
         assert one.gradient is not None
         begin_ns, end_ns = one.gradient.span_ns(self._given.operators)
         gradient = self._slot(one.module, one.trained_bytes, begin_ns, None)
         took_ns = update_ns(one, self._machine)
         update = WeightUpdate(gradient, begin_ns, end_ns, one.trained_bytes, load, took_ns)
         self._updates.append(update)
+        written = one.written_bytes * streamed
         moved = 2 * states + written
-        if not moved:
+        if not moved + one.reduced_bytes:
             return
-        held = one.trained_bytes + (one.read_bytes if load is not None else 0)
+        held = one.part_of(one.trained_bytes) + one.read_bytes * streamed
         count = min(max(1, moved // PIECE_BYTES), MOST_PIECES, held)
         parts = zip(
             _divided(held, count),
             _divided(states, count),
             _divided(states + written, count),
             _divided(took_ns, count),
+            _divided(one.reduced_bytes, count),
             strict=True,
         )
         pieces = []
-        for nbytes, read, write, took in parts:
+        for nbytes, read, write, took, reduced in parts:
             slot = self._slot(one.module, nbytes, end_ns, None)
             self._made.read_bytes[slot] = read
             self._made.write_bytes[slot] = write
             self._made.update_ns[slot] = took
+            if one.reduced_bytes:
+                self._made.network_bytes[slot] = reduced
             update.work_ns += self._machine.read_work_ns(read) if read else 0
-            update.work_ns += self._machine.write_work_ns(write)
+            update.work_ns += self._machine.write_work_ns(write) if write else 0
             pieces.append(slot)
         update.pieces = tuple(pieces)
+        if one.gathered:
+            update.whole = self._slot(one.module, one.trained_bytes, end_ns, None)
+            self._made.network_bytes[update.whole] = 0
 
 
 def update_ns(one: ModuleWeights, machine: Machine) -> int:
-    """Return the time of the arithmetic of a module's update: that of its memory traffic.
+    """Return the time of the arithmetic of a module's update on one rank: that of its memory traffic.
 
     Weights, states and records pass through memory both ways, gradients one way. 0 if the machine's
     memory bandwidth is not known.
     """
     if machine.compute is None or not one.updated:
         return 0
-    traffic = 3 * one.trained_bytes + 2 * one.record_bytes
+    traffic = 3 * one.part_of(one.trained_bytes) + 2 * one.record_bytes
     return round(traffic / machine.compute.memory_bytes_per_s * 1e9)
 
 

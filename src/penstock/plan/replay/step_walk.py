@@ -10,6 +10,9 @@ It adds to :mod:`.walk`, on the same channels and in the same memory:
    records are written, and the memory is free. Backward goes on meanwhile.
 3. On a CPU the arithmetic of updates delays compute by as much: both use the same cores.
 4. The step ends when everything is written: the next one needs the weights and the channels.
+5. With several ranks, weights of which each rank has a part are gathered over the network once they are
+   read, also those that stay. A gradient is reduced before its update; if it is divided among ranks, the
+   whole of it has memory until then.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.profile import Event, Profile
 from penstock.plan.replay.joins import JOIN, with_joins
 from penstock.plan.replay.lanes import ReplayLane
-from penstock.plan.replay.moves import FLASH, Channels, Moves, channels_of, moves_of
+from penstock.plan.replay.moves import FLASH, NETWORK, Channels, Moves, channels_of, moves_of
 from penstock.plan.replay.occupancy import HeldBytes
 from penstock.plan.replay.recompute import recomputed_segments, with_drops
 from penstock.plan.replay.step_moves import StepSlots, WeightsChoice, WeightUpdate, step_slots
@@ -73,6 +76,8 @@ class ReplayedStep:
     """Time for which writes occupy flash."""
     link_ns: int
     """Time for which the busier direction of the link is occupied."""
+    network_ns: int
+    """Time for which the network is occupied; 0 if it is not used, or its bandwidth is not known."""
     moved: StepBytes
     """Bytes of weights and records that moved."""
     activations_read: int
@@ -116,7 +121,8 @@ def replay_step(
     walk = StepWalk(profile, plan, moves, channels, segments, machine, slots, choice.window_bytes)
     walk.run()
     moved, saved_read, saved_written = _moved(slots, moves, channels)
-    lanes_in = [*channels.back.values(), channels.update_in]
+    lanes_in = [lane for tier, lane in channels.back.items() if tier != NETWORK]
+    lanes_in += [channels.update_in] if channels.update_in is not None else []
     read_ns, write_ns = (
         _busy_ns(lanes, times)
         for lanes, times in (
@@ -127,6 +133,7 @@ def replay_step(
     link_ns = max(
         _busy_ns(lanes_in, moves.link_in_ns), _busy_ns(channels.out.values(), moves.link_out_ns)
     )
+    network_ns = [moves.network_ns.get(i, 0) for i in range(len(moves.action))]
     return ReplayedStep(
         step_ns=walk.now_ns,
         compute_ns=walk.computed_ns + walk.recompute_ns,
@@ -140,6 +147,7 @@ def replay_step(
         read_ns=read_ns,
         write_ns=write_ns,
         link_ns=link_ns,
+        network_ns=_busy_ns([channels.back.get(NETWORK), channels.reduce], network_ns),
         moved=moved,
         activations_read=saved_read,
         activations_written=saved_written,
@@ -158,6 +166,12 @@ def _moved(slots: StepSlots, moves: Moves, channels: Channels) -> tuple[StepByte
     states = sum(slots.read_bytes[i] for i in pieces)
     moved = StepBytes(
         weights_read=sum(slots.read_bytes[i] for i in read if i >= slots.first),
+        network=sum(
+            slots.network_bytes[i]
+            for lane in (channels.back.get(NETWORK), channels.reduce)
+            if lane is not None
+            for _, i in lane.log
+        ),
         weights_written=sum(slots.write_bytes[i] for i in pieces) - states,
         records_read=states,
         records_written=states,
@@ -286,10 +300,14 @@ class StepWalk(Walk):
         update_in, update = self._channels.update_in, self._channels.update
         assert update_in is not None
         assert update is not None
-        for piece in one.pieces:
+        reduce = self._channels.reduce
+        for piece in (*one.pieces, *(() if one.whole is None else (one.whole,))):
             self._state[piece] = UNNEEDED  # its memory is free once it is written
             self.held.allocate(piece, now)
-            (update_in if self._slots.read_bytes[piece] else update).add(now, piece)
+            if piece in self._slots.network_bytes and reduce is not None:
+                reduce.add(now, piece)
+            else:
+                (update_in if self._slots.read_bytes[piece] else update).add(now, piece)
         self._slowed = self._slower > 0
         now = self._worked(one.work_ns, now)
         if self._on_cpu:
