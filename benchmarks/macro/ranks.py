@@ -214,7 +214,11 @@ def child(job):
         known = {"saved_bytes": saved, "memory_bytes": saved // SHARE}
         if job["side"] == "penstock":
             offloading = penstock.offload(
-                parallel, optimizer, device_memory=saved // SHARE, flash=job["dir"]
+                parallel,
+                optimizer,
+                device_memory=saved // SHARE,
+                flash=job["dir"],
+                floor="128KiB",
             )
     with offloading:
         _weights_steps.serve(lambda _: take(), job, **known)
@@ -243,13 +247,14 @@ def optimizer_of(model, job, memory_bytes):
     if job["what"] == "activations":
         return torch.optim.SGD(model.parameters(), lr=1e-3)
     if job["side"] == "plain":
-        return torch.optim.AdamW(model.parameters(), lr=1e-4)
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     optimizer = FlashAdamW(
         model.parameters(),
         lr=1e-4,
         flash=job["dir"],
         overlap=True,
         host_memory=memory_bytes,
+        tile=1 << 18,
     )
     if job["parallel"] == "ddp":
         optimizer.update_after(model)
