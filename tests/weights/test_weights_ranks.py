@@ -2,6 +2,7 @@
 
 import copy
 import io
+import textwrap
 from contextlib import nullcontext
 
 import pytest
@@ -109,27 +110,29 @@ def test_a_model_goes_on_before_a_session_and_after_it_and_loads_states(disk_pat
     rank_programs.run(
         disk_path,
         HELP
-        + """
-        results = []
-        for rests in (False, True):
-            model = sharded(wide())
-            optimizer = adamw(model)
-            found = steps(model, optimizer, 1)
-            saved = {name: each.detach().clone() for name, each in model.state_dict().items()}
-            with session_of(model) if rests else nullcontext():
-                found += steps(model, optimizer, 1, first=1)
-                model.load_state_dict(saved)
-                found += steps(model, optimizer, 1, first=2)
-                found += [local(each).clone() for each in model.state_dict().values()]
-            assert rests == any(home_of(each) is not None for each in model.parameters())
-            found += steps(model, optimizer, 1, first=3)  # at home, if there is one
-            with session_of(model) if rests else nullcontext():
-                found += steps(model, optimizer, 1, first=4)
-            results.append([*found, *values_of(model)])
-            optimizer.close()
-        for one, other in zip(*results, strict=True):
-            assert torch.equal(one, other)
-        """,
+        + textwrap.dedent(
+            """
+            results = []
+            for rests in (False, True):
+                model = sharded(wide())
+                optimizer = adamw(model)
+                found = steps(model, optimizer, 1)
+                saved = {name: each.detach().clone() for name, each in model.state_dict().items()}
+                with session_of(model) if rests else nullcontext():
+                    found += steps(model, optimizer, 1, first=1)
+                    model.load_state_dict(saved)
+                    found += steps(model, optimizer, 1, first=2)
+                    found += [local(each).clone() for each in model.state_dict().values()]
+                assert rests == any(home_of(each) is not None for each in model.parameters())
+                found += steps(model, optimizer, 1, first=3)  # at home, if there is one
+                with session_of(model) if rests else nullcontext():
+                    found += steps(model, optimizer, 1, first=4)
+                results.append([*found, *values_of(model)])
+                optimizer.close()
+            for one, other in zip(*results, strict=True):
+                assert torch.equal(one, other)
+            """
+        ),
     )
 
 
@@ -355,15 +358,17 @@ def test_fewer_ranks_after_forward_are_refused(disk_path):
     rank_programs.run(
         disk_path,
         HELP
-        + """
-        model = sharded(wide(), reshard_after_forward=2)
-        try:
-            with session_of(model):
-                raise AssertionError("it was not refused")
-        except ConfigError as error:
-            assert "reshard_after_forward" in str(error)
-        assert all(home_of(each) is None for each in model.parameters())
-        """,
+        + textwrap.dedent(
+            """
+            model = sharded(wide(), reshard_after_forward=2)
+            try:
+                with session_of(model):
+                    raise AssertionError("it was not refused")
+            except ConfigError as error:
+                assert "reshard_after_forward" in str(error)
+            assert all(home_of(each) is None for each in model.parameters())
+            """
+        ),
         4,
     )
 

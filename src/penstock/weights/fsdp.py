@@ -170,7 +170,7 @@ class GatheredWeights:
             for shard in group.fsdp_params:
                 _check(shard)
         for number, group in enumerate(groups):
-            if group.is_unsharded:
+            if group.is_unsharded and group._training_state.name == "IDLE":
                 group.reshard()
             for shard in group.fsdp_params:
                 info = shard._module_info
