@@ -3,7 +3,8 @@
     python parallel_program.py DIRECTORY SETTINGS
 
 The settings are a JSON object: ``kind`` of parallelism, and ``flash``, what else than activations goes
-there: states of the optimizer (``"states"``), gradients too (``"gradients"``).
+there: states of the optimizer (``"states"``), gradients too (``"gradients"``), weights with a plain
+optimizer (``"weights"``), weights and states (``"weights and states"``).
 """
 
 import datetime
@@ -33,6 +34,8 @@ from penstock.optim import gradients, on_flash
 WIDTH, BLOCKS, STEPS, MICRO_BATCHES = 64, 8, 3, 4
 ROWS = {"pipeline": 2048}
 """512 for other kinds."""
+FLOOR = {"weights": 8 * KIB, "weights and states": 8 * KIB}
+"""32 KiB for others."""
 BUDGET = {"pipeline": 2 * MIB, "tp": 3 * MIB // 2, "fsdp2+tp": 3 * MIB // 2}
 """5 MiB for other kinds."""
 
@@ -119,22 +122,42 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def told_of_weights(session):
+    """What weights on flash have taken and moved until now."""
+    weights, totals = session._weights, session.recorder.snapshot()
+    return {
+        "note": weights.note(),
+        "bytes": weights.total_bytes,
+        "peak_bytes": weights.account.peak_bytes,
+        "limit_bytes": weights.account.limit_bytes,
+        "forced": weights.forced,
+        "touched": weights.touches,
+        "read_bytes": totals.flow(Stage.READ, "weights").nbytes,
+        "written_bytes": totals.flow(Stage.WRITE, "weights").nbytes,
+    }
+
+
 def train(kind, flash, place=None):
     """Train; return all bits by name, and what a session has done if there is a place for one."""
     job = Job(kind)
     params = list(job.module.parameters())
     optimizer = torch.optim.AdamW(params, lr=1e-3, foreach=False)
     session = nullcontext()
+    homes = {}
+    if flash.startswith("weights"):
+        limit = sum(local(each).nbytes for each in params) // 4
+        homes = {"weights": "flash", "weights_memory": limit}
     if place is not None:
         session = session_in(
             place,
             job.model,
             policy="auto",
             codec="none",
-            floor=32 * KIB,
+            floor=FLOOR.get(flash, 32 * KIB),
+            **homes,
             device_memory=BUDGET.get(kind, 5 * MIB),
         )
-        if flash != "activations":
+        if flash not in ("activations", "weights"):
             limits = {"gradient_memory": 0} if flash == "gradients" else {}
             on_flash(optimizer, flash=place, tile=4096, **limits)
     bits = {}
@@ -149,6 +172,8 @@ def train(kind, flash, place=None):
                     bits[f"step {step}, gradient of {name}"] = local(each.grad).clone()
             optimizer.step()
             optimizer.zero_grad()
+        streams = place is not None and session._weights is not None
+        streamed = told_of_weights(session) if streams else {}
     for name, each in job.model.named_parameters():
         bits[name] = local(each.detach()).clone()
     told = {
@@ -163,9 +188,10 @@ def train(kind, flash, place=None):
             "peak_bytes": session.budget.peak_bytes,
             "limit_bytes": session.budget.limit_bytes,
             "saved_bytes": session.summary().saved_peak_bytes,
+            "weights": streamed,
             "clients": [line.client for line in session.summary().ssd_written],
         }
-        if flash != "activations":
+        if flash not in ("activations", "weights"):
             optimizer.close()
     return bits, told
 

@@ -20,6 +20,10 @@ KINDS = {
     "pipeline": (2, 4),
 }
 """Number of ranks that each kind of parallelism is tested with."""
+FLASH = ("activations", "states", "gradients", "weights", "weights and states")
+CHEAP = {("fsdp2", "weights"), ("fsdp2", "weights and states"), ("tp", "weights and states")} | {
+    (kind, "weights") for kind in ("ddp", "pipeline")
+}
 
 
 def check(told, kind):
@@ -31,6 +35,20 @@ def check(told, kind):
         assert rank["written_bytes"] > 0
         assert rank["read_bytes"] >= rank["written_bytes"] // 2
     check_shared(told, kind)
+
+
+def check_weights(rank, kind, flash):
+    """Check that weights of one rank were on flash, of which it read its own part as often as needed."""
+    found = rank["weights"]
+    forwards = 4 if kind == "pipeline" else 1  # micro-batches
+    passes = 3 * (2 * forwards + 1)  # forward, backward and update, in three steps
+    assert rank["local_values"] * 3 < found["bytes"] <= rank["local_values"] * 4
+    assert 0 < found["peak_bytes"] <= found["limit_bytes"] < found["bytes"] // 2
+    assert found["bytes"] < found["read_bytes"] <= found["bytes"] * passes
+    assert not found["forced"]
+    if flash == "weights and states":
+        assert found["written_bytes"] >= 2 * found["bytes"]
+        assert not found["touched"]
 
 
 def check_shared(told, kind):
@@ -52,8 +70,8 @@ def check_shared(told, kind):
 def cases():
     for kind, sizes in KINDS.items():
         for world in sizes:
-            for flash in ("activations", "states", "gradients"):
-                cheap = world == 2 and flash == "activations"
+            for flash in FLASH:
+                cheap = world == 2 and (flash == "activations" or (kind, flash) in CHEAP)
                 yield pytest.param(
                     kind,
                     world,
@@ -68,5 +86,10 @@ def test_ranks_train_to_the_bits_of_plain_ranks(disk_path, kind, world, flash):
     told = run_ranks(PROGRAM, disk_path, {"kind": kind, "flash": flash}, world=world)
     check(told, kind)
     for rank in told:
-        assert ("optimizer states" in rank["clients"]) == (flash != "activations")
+        assert ("optimizer states" in rank["clients"]) == (flash not in ("activations", "weights"))
         assert ("gradients" in rank["clients"]) == (flash == "gradients")
+        if flash.startswith("weights"):
+            check_weights(rank, kind, flash)
+            assert ("with FSDP2 (fully_shard) each reads its part" in rank["weights"]["note"]) == (
+                kind == "ddp"
+            )

@@ -7,14 +7,26 @@ a :class:`Reference` to it.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether it is a DTensor, without importing that class."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the values that this process has: a DTensor's shard, any other tensor as it is."""
+    return cast(Tensor, cast(Any, tensor)._local_tensor) if is_sharded(tensor) else tensor
 
 
 class Reference(ABC):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.hooks.exclusions import ProtectedStorages, is_dtensor, leaf_of
+from penstock.homed import is_sharded
+from penstock.hooks.exclusions import ProtectedStorages, leaf_of
 
 
 def holds(protected, tensor):
@@ -150,5 +151,5 @@ def test_a_view_of_a_view_of_a_leaf_through_its_base():
 
 
 def test_plain_tensors_are_no_dtensors():
-    assert not is_dtensor(torch.ones(1))
-    assert not is_dtensor(nn.Parameter(torch.ones(1)))
+    assert not is_sharded(torch.ones(1))
+    assert not is_sharded(nn.Parameter(torch.ones(1)))

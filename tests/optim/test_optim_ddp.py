@@ -1,9 +1,9 @@
 """A budget for gradients beside ``DistributedDataParallel``, which averages them after they have left."""
 
 import pytest
-import rank_programs
 
 import preloaded
+import rank_programs
 
 PROGRAM = """
 import contextlib, os, sys, torch, torch._dynamo, torch.distributed as dist, warnings

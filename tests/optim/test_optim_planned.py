@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import rank_programs
 
+import rank_programs
 from penstock.cli import main
 from penstock.optim.config import RING_BYTES
 

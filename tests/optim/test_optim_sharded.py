@@ -1,7 +1,6 @@
 """Optimizers on flash for DTensors, as FSDP2 and tensor parallelism make them: bits, states, norms."""
 
 import pytest
-import rank_programs
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
+import rank_programs
 from penstock import ConfigError
 from penstock.optim import FlashAdamW, on_flash
 

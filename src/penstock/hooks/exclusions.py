@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from penstock.homed import local_of
 from penstock.runtime.storage import TensorRef
 
 _TRANSPARENT: Final = frozenset(
@@ -96,20 +97,12 @@ class ProtectedStorages:
 
     def _protect(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            if is_dtensor(tensor):
-                self._protect([tensor._local_tensor])  # type: ignore[attr-defined]
-                continue
             try:
                 with torch._C.DisableTorchFunctionSubclass():  # a resting weight is not used here
-                    storage = tensor.untyped_storage()
+                    storage = local_of(tensor).untyped_storage()
             except (RuntimeError, ValueError):
                 continue  # a subclass without a storage of its own, or a lazy module that has not run
             self.storages[storage._cdata] = TensorRef(storage)
-
-
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor, without importing that class."""
-    return type(tensor).__module__.startswith("torch.distributed.tensor")
 
 
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:  # noqa: PLR0911  (each rules one kind out)

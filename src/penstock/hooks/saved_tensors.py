@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import torch
 
-from penstock.homed import Reference
+from penstock.homed import Reference, is_sharded, local_of
 from penstock.hooks import proofs
 from penstock.hooks.boundaries import Boundaries, task_id
-from penstock.hooks.exclusions import ProtectedStorages, is_dtensor, leaf_of
+from penstock.hooks.exclusions import ProtectedStorages, leaf_of
 from penstock.hooks.handles import (
     CopiedHandle,
     FlattenedHandle,
@@ -307,14 +307,26 @@ class SavedTensorHooks:
         return storage.data_ptr()
 
     def _pack_foreign(self, tensor: torch.Tensor) -> Packed:
-        if not is_dtensor(tensor) or leaf_of(tensor) is not None:
+        if not is_sharded(tensor):
             return ForeignHandle(tensor)
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = {name: getattr(tensor, name) for name in names}
+        if leaf_of(tensor) is not None:
+            return self._pack_shard(tensor, parts, context)
         inner = {
             name: self.pack(part) if isinstance(part, torch.Tensor) else part
             for name, part in parts.items()
         }
+        return FlattenedHandle(tensor, inner, context)
+
+    def _pack_shard(self, tensor: torch.Tensor, parts: dict[str, Any], context: Any) -> Packed:
+        """Refer to the shard of a weight; let any other stay."""
+        reference, local = None, local_of(tensor)
+        if self.weights is not None and (storage := strided_storage(local)) is not None:
+            reference = self.weights.reference(local, storage)
+        if reference is None:
+            return ForeignHandle(tensor)
+        inner = {name: reference if part is local else part for name, part in parts.items()}
         return FlattenedHandle(tensor, inner, context)
 
 

@@ -104,10 +104,11 @@ class WeightHolds:
             tensor = self._params[piece.param].tensor
             home = home_of(tensor) if piece.param in wanted else None
             if home is not None:
-                if taken and _exceed(home, taken + tensor.nbytes):
+                nbytes = self._params[piece.param].local.nbytes
+                if taken and _exceed(home, taken + nbytes):
                     batches.append([])
                     taken = 0
-                taken += tensor.nbytes
+                taken += nbytes
             batches[-1].append(piece)
         if len(batches) == 1:
             return [tile]
@@ -179,7 +180,7 @@ class WeightHolds:
                 for param in {piece.param for piece in tile.pieces}:
                     self._counts[param] = self._counts.get(param, 0) + 1
             self._counted = len(self._tiles)
-            nbytes = self._params[index].tensor.nbytes
+            nbytes = self._params[index].local.nbytes
             hold = self._holds[index] = _Hold(home, nbytes, self._counts[index])
         if not hold.is_held:
             hold.home = home  # it may be another one than before a pause
@@ -197,7 +198,7 @@ class WeightHolds:
         new = {i: home for i, home in self._homes_of(indices).items() if i not in self._holds}
         if not new:
             return True
-        needed = sum(self._params[index].tensor.nbytes for index in new)
+        needed = sum(self._params[index].local.nbytes for index in new)
         needed += sum(hold.nbytes for hold in self._holds.values())
         return not _exceed(next(iter(new.values())), needed)
 

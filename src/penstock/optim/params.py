@@ -21,16 +21,14 @@ from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.units import round_up
-from penstock.homed import home_of
+from penstock.homed import home_of, is_sharded, local_of
 from penstock.optim.formats import UNIT, Array, Form, State, form_of, stepped_dtype
 from penstock.optim.offloaded_gradient import OffloadedGradient
 from penstock.optim.probe import KeptStates, ProbedOptimizer, probe
 from penstock.optim.shards import (
     check_can_be_laid,
     global_like,
-    is_sharded,
     local_gradient,
-    local_of,
     placed,
 )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.core.errors import ConfigError
+from penstock.homed import is_sharded, local_of
 from penstock.optim.offloaded_gradient import OffloadedGradient
 from penstock.store import checksums
 
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 _PART: Final = 1 << 20
 """Elements whose fingerprint is computed at a time, in memory of some times 8 bytes each."""
 _ODD: Final = 0x1E3779B97F4A7C15
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether it is a DTensor, without importing that class."""
-    return type(tensor).__module__.startswith("torch.distributed.tensor")
 
 
 def check_can_be_laid(tensor: Any, name: str) -> None:
@@ -53,11 +49,6 @@ def check_can_be_laid(tensor: Any, name: str) -> None:
             f"parameter {name} is placed{placed(tensor)}: a sum that is not computed yet cannot be"
             " updated; redistribute() it to Replicate() or Shard() before the optimizer is made"
         )
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return the values that this process has: a DTensor's shard, any other tensor as it is."""
-    return _dtensor(tensor)._local_tensor if is_sharded(tensor) else tensor
 
 
 def global_like(local: Tensor, model: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB, round_up
+from penstock.homed import local_of
 from penstock.io.files import open_unlinked_buffered
 from penstock.io.traffic_report import written
 from penstock.observe.clients import OPTIMIZER
@@ -24,7 +25,7 @@ from penstock.optim import packing
 from penstock.optim.formats import MASTER, UNIT, Array
 from penstock.optim.holds import WeightHolds
 from penstock.optim.params import Param, ParameterPiece, Tile, fresh_scalars
-from penstock.optim.shards import local_of, local_state
+from penstock.optim.shards import local_state
 from penstock.optim.states import FlashStates
 from penstock.staging import copy_across, ready_event
 

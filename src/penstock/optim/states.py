@@ -25,6 +25,7 @@ from torch import Tensor
 
 from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
 from penstock.core.process import fork_guard
+from penstock.homed import is_sharded
 from penstock.io.engine import Engine
 from penstock.optim import packing
 from penstock.optim.config import RING, RING_BYTES
@@ -36,7 +37,7 @@ from penstock.optim.params import Groups, Tile, fresh_scalars, options_of
 from penstock.optim.pipeline import RecordBuffer, TilePipeline
 from penstock.optim.pool import make_pool, wait_for_all
 from penstock.optim.probe import ProbedOptimizer
-from penstock.optim.shards import common_step, is_sharded, total_norm
+from penstock.optim.shards import common_step, total_norm
 from penstock.optim.squeeze import Squeezer, slack_bytes
 from penstock.optim.store import RecordStore
 from penstock.optim.update import UpdatePass, Updater

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from torch.nn.functional import embedding
 
 from penstock.core.errors import InPlaceError
-from penstock.homed import home_of
+from penstock.homed import home_of, local_of
 from penstock.weights.eviction import WeightEviction
 from penstock.weights.homes import Home, is_dense
 from penstock.weights.module_uses import ModuleUses
@@ -45,7 +45,7 @@ class WeightKeeper:
             with (
                 torch._C.DisableTorchFunctionSubclass()
             ):  # the session is closed, or it has left its home
-                return Tensor.untyped_storage(parameter)
+                return Tensor.untyped_storage(local_of(parameter))
         self._table.check_process(home)
         stay = self._table.by_home[home]
         self._reads.acquire(stay)

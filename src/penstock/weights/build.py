@@ -37,7 +37,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import MIB, format_bytes, parse_bytes
-from penstock.homed import home_of, move_out
+from penstock.homed import home_of, is_sharded, move_out
 from penstock.io.engine import Priority
 from penstock.io.pages import is_untouched, trim_heap, whole_pages
 from penstock.observe.clients import WEIGHTS
@@ -105,7 +105,7 @@ class ModelBuilder:
     def registered(self, module: Module, name: str, parameter: Parameter) -> None:
         """Handle a parameter that a module gets."""
         self._modules.add(module)
-        if home_of(parameter) is None:
+        if home_of(parameter) is None and not is_sharded(parameter):
             self.add(parameter, f"{type(module).__name__}.{name}")
 
     def add(self, parameter: Parameter, name: str) -> None:

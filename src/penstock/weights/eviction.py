@@ -12,6 +12,7 @@ from typing import Final
 from penstock.core.errors import PenstockError
 from penstock.core.locks import defer
 from penstock.io.engine import Transfer
+from penstock.weights.homes import version_of
 from penstock.weights.stays import Stay, WeightTable
 
 NOW: Final = -1
@@ -122,7 +123,7 @@ class WeightEviction:
         assert storage is not None
         stay.dirty = False
         if parameter is not None:
-            stay.version = parameter._version
+            stay.version = version_of(parameter)
         resting = stay.home.resting
         try:
             stay.writing = self._table.memory.write(stay.home, storage)

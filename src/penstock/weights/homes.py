@@ -6,6 +6,8 @@
     that the parameter has an address at rest. Who writes through the mapping (an initialiser, an
     optimizer that knows nothing of homes) changes bytes that the tier has a checksum of: the home forgets
     it, and has another one when it is next written. Homes in files of the user's: :mod:`.inplace`.
+
+    Of a parameter that is spread over ranks, a DTensor, the home has what this process has of it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.errors import NoSpaceError
 from penstock.core.units import format_bytes, round_up
-from penstock.homed import move_out, settle
+from penstock.homed import is_sharded, local_of, move_out, settle
 from penstock.io.engine import Priority, Transfer
 from penstock.io.files import DirectFile
 from penstock.io.mapping import advise_random, map_files, memory_at
@@ -37,7 +39,7 @@ from penstock.store.checksums import Sum
 from penstock.store.engine import shared_engine
 from penstock.store.pool import Block
 from penstock.store.window import TransferWindow
-from penstock.weights.resting import RestingParameter
+from penstock.weights.resting import kinds_of
 
 SLAB_BYTES = 1 << 30
 """Length of the files that homes are cut from while a model is built, whose size is not known."""
@@ -88,6 +90,7 @@ class Home:
         resting: Mapping of the place, with the shape and the strides of the parameter.
         generation: Number of times that other values have replaced all of these, as ``.data = x`` does.
         keeper: Brings the weight to memory; None while no session does.
+        kinds: Classes of the parameter.
         touches: Operations on the weight at rest, other than by modules.
         tier: Reads and writes the place.
         room: Where other places are made, if the weight needs one; None: not known.
@@ -95,6 +98,8 @@ class Home:
 
     is_mapped: ClassVar[bool] = True
     """True if the parameter can be worked with at home; else only where its keeper brings it."""
+    is_gathered: ClassVar[bool] = False
+    """True if modules do not use the values: they are read to be sent to other ranks (:mod:`.fsdp`)."""
     returns: ClassVar[bool] = False
     """True if the parameter rests elsewhere when the session is over, where ``give_back`` lets it."""
 
@@ -108,6 +113,7 @@ class Home:
             "_version",
             "generation",
             "keeper",
+            "kinds",
             "name",
             "nbytes",
             "place",
@@ -121,7 +127,8 @@ class Home:
     def __init__(self, name: str, parameter: Parameter, tier: Tier, place: Place) -> None:
         """Map a place for a parameter, whose values are not moved yet; see ``adopt``."""
         self.name = name
-        self.nbytes = parameter.nbytes
+        self.nbytes = local_of(parameter).nbytes
+        self.kinds = kinds_of(parameter)
         self.tier = tier
         self.room = tier if isinstance(tier, ReservedTier) else None
         self.place: Place = place
@@ -131,8 +138,8 @@ class Home:
         self.keeper: Keeper | None = None
         self.touches = 0
         self.generation = 0
-        self._version = parameter._version
-        self._map(parameter)
+        self._version = version_of(parameter)
+        self._map(local_of(parameter))
         self._param: Callable[[], Parameter | None] = weakref.ref(parameter)
         settle(parameter, self)
 
@@ -207,20 +214,20 @@ class Home:
         """Let the parameter's memory be its home."""
         parameter = self._param()
         if parameter is not None:
-            show(parameter, self.resting, RestingParameter)
-            self._version = parameter._version
+            show(parameter, self.resting, self.kinds.resting)
+            self._version = version_of(parameter)
 
     @property
     def is_as_read(self) -> bool:
         """True if no version of the parameter says that it was changed since ``check_version``."""
         parameter = self._param()
-        return parameter is None or parameter._version == self._version
+        return parameter is None or version_of(parameter) == self._version
 
     def check_version(self) -> None:
         """Forget the checksum if the parameter was changed at rest by code that torch does not show."""
         parameter = self._param()
-        if parameter is not None and parameter._version != self._version:
-            self._version = parameter._version
+        if parameter is not None and version_of(parameter) != self._version:
+            self._version = version_of(parameter)
             self.forget()
 
     def move(self, data: Tensor) -> None:
@@ -263,7 +270,7 @@ class Home:
         parameter = self._param()
         if parameter is not None:
             move_out(parameter)
-            parameter.__class__ = Parameter
+            parameter.__class__ = self.kinds.ordinary
         self._param = _nobody
 
     def give_back(self) -> None:
@@ -387,6 +394,10 @@ class Home:
                 self.forget()
 
 
+HomeMaker = Callable[[str, Parameter, Tier, Place], Home]
+"""Makes the home of a parameter at a place; its arguments are those of :class:`Home`."""
+
+
 def _nobody() -> None:
     return None
 
@@ -466,20 +477,20 @@ class WeightFiles:
         self._slab, self._slab_bytes, self._cut_bytes = (), 0, 0
 
     def move_in(
-        self, parameters: Sequence[tuple[str, Parameter]], kind: type[Home] = Home
+        self, parameters: Sequence[tuple[str, Parameter]], kind: HomeMaker | None = None
     ) -> list[Home]:
         """Move weights from memory to new homes, where they rest; the memory is freed one by one.
 
         Args:
             parameters: Name and parameter of each; dense, on the CPU or a CUDA device, with a storage of
                 its own.
-            kind: Class of the homes.
+            kind: Makes the homes; None: :class:`Home`.
 
         Raises:
             NoSpaceError: The directories have no room for all of them; nothing was moved.
             TransferError: One could not be written; it and those after it are still in memory.
         """
-        lengths = [each.nbytes for _, each in parameters]
+        lengths = [local_of(each).nbytes for _, each in parameters]
         places = self.tier.reserve(lengths, file_name=None, advice=_advice)
         most = round_up(max(lengths, default=1), UNIT_BYTES)
         arena = Arena(2 * most, owner=WEIGHTS)
@@ -492,13 +503,14 @@ class WeightFiles:
         try:
             with window:
                 for (name, parameter), place in zip(parameters, places, strict=True):
-                    nbytes = round_up(parameter.nbytes, UNIT_BYTES)
+                    local = local_of(parameter)
+                    nbytes = round_up(local.nbytes, UNIT_BYTES)
                     window.make_room(nbytes)
                     block = arena.allocate(nbytes, force=True)
                     assert block is not None, "the window leaves half of the arena"
-                    home = kind(name, parameter, self.tier, place)
+                    home = (kind or Home)(name, parameter, self.tier, place)
                     homes.append(home)
-                    _copy_out(parameter, memory_at(block.address, parameter.nbytes))
+                    _copy_out(local, memory_at(block.address, local.nbytes))
                     home.written_from(block.address, block)
                     window.add((home, block), home.ticket.written, nbytes)
         except BaseException:
@@ -511,7 +523,7 @@ class WeightFiles:
         return homes
 
 
-def _copy_out(parameter: Parameter, target: NDArray[np.uint8]) -> None:
+def _copy_out(parameter: Tensor, target: NDArray[np.uint8]) -> None:
     """Copy the bytes of a dense parameter to host memory; they are there on return."""
     if parameter.device.type == "cpu":
         target[:] = flat_bytes(parameter)
@@ -555,7 +567,7 @@ def use_count(storage: torch.UntypedStorage) -> int:
 def shares_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Return whether the memory of a tensor is that storage."""
     with torch._C.DisableTorchFunctionSubclass():
-        mine: int = Tensor.untyped_storage(tensor)._cdata
+        mine: int = Tensor.untyped_storage(local_of(tensor))._cdata
     return bool(mine == storage._cdata)
 
 
@@ -567,8 +579,14 @@ def flat_bytes(parameter: Tensor) -> NDArray[np.uint8]:
     return flat
 
 
-def show(parameter: Parameter, data: Tensor, kind: type[Parameter]) -> None:
+def version_of(parameter: Tensor) -> int:
+    """Return a number that grows if values are changed in place, as far as torch counts it."""
+    own = parameter._version
+    return own + local_of(parameter)._version if is_sharded(parameter) else own
+
+
+def show(parameter: Parameter, data: Tensor, kind: type[Any]) -> None:
     """Exchange the memory of a parameter, and its class, but not its version."""
     with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
-        Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
+        Tensor.data.__set__(local_of(parameter), data)  # type: ignore[attr-defined]
     parameter.__class__ = kind

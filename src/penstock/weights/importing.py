@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, MismatchError
 from penstock.core.units import parse_bytes
-from penstock.homed import home_of
+from penstock.homed import home_of, is_sharded
 from penstock.io.files import open_path
 from penstock.observe.clients import WEIGHTS
 from penstock.store.blob import StrPath
@@ -146,7 +146,7 @@ def state_of(model: Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a model that are saved, by name; nothing is touched.
 
     Raises:
-        ConfigError: Its state has something else than tensors.
+        ConfigError: Its state has something else than tensors, or parameters that are spread over ranks.
     """
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -154,6 +154,11 @@ def state_of(model: Module) -> dict[str, Tensor]:
             raise ConfigError(
                 f"{name!r} of the model's state is a {type(value).__name__}; safetensors have tensors"
                 " only"
+            )
+        if is_sharded(value):
+            raise ConfigError(
+                f"{name} is spread over ranks, as a DTensor: safetensors are loaded before the model is"
+                " sharded, and saved with torch.distributed.checkpoint"
             )
     return state
 

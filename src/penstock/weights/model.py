@@ -11,7 +11,9 @@ from torch.nn import Module, Parameter
 
 from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import format_bytes
-from penstock.homed import home_of, paused_holders
+from penstock.homed import home_of, is_sharded, local_of, paused_holders
+from penstock.store.base import Place, Tier
+from penstock.weights.fsdp import GatheredWeights, is_whole
 from penstock.weights.homes import Home, WeightFiles, is_dense, use_count
 from penstock.weights.importing import load_dispatched
 
@@ -32,7 +34,8 @@ def rest_weights(
 
     Weights that already have a home, as of a model that was built on flash, keep it. Weights below
     ``floor_bytes`` stay in memory, and so does what shares its storage with other tensors. A model that
-    accelerate has offloaded to disk is taken over.
+    accelerate has offloaded to disk is taken over. Of parameters that are spread over ranks, what this
+    process has of each rests.
 
     Args:
         model: Its parameters are on the CPU, or where ``is_able`` says.
@@ -43,18 +46,23 @@ def rest_weights(
         is_able: Returns whether a parameter can rest; None: those on the CPU, and others are an error.
 
     Raises:
-        ConfigError: A parameter is on another device.
+        ConfigError: A parameter is on another device, or is spread over ranks in a way that cannot be.
         NoSpaceError: The directories have no room; nothing was moved.
         TransferError: A weight could not be written; it and those after it are still in memory.
     """
     load_dispatched(model, files, floor_bytes=floor_bytes)
     shared: list[tuple[str, Parameter]] = []
-    found = list(_large(model, floor_bytes, shared, is_able))
-    check([(parameter.nbytes, name) for name, parameter in found])
+    gathered = GatheredWeights(model)
+    found = list(_large(model, floor_bytes, shared, is_able, gathered))
+    check(list(_sizes(found, gathered)))
     homes = {name: home_of(parameter) for name, parameter in found}
     new = [(name, parameter) for name, parameter in found if homes[name] is None]
     with paused_holders():
-        moved = {home.name: home for home in files.move_in(new, kind)}
+
+        def make(name: str, parameter: Parameter, tier: Tier, place: Place) -> Home:
+            return gathered.makers.get(id(parameter), kind)(name, parameter, tier, place)
+
+        moved = {home.name: home for home in files.move_in(new, make)}
     ordered = [moved.get(name) or cast(Home, homes[name]) for name, _ in found]
     for (name, _), home in zip(found, ordered, strict=True):
         if home.keeper is None:
@@ -66,6 +74,22 @@ def rest_weights(
         files.left.update((parameter, name) for name, parameter in shared)
         _warn_of(shared)
     return ordered
+
+
+def _sizes(
+    found: Sequence[tuple[str, Parameter]], gathered: GatheredWeights
+) -> Iterator[tuple[int, str]]:
+    """Yield length and name of what is in memory together: a weight, or what ranks exchange at once."""
+    groups: dict[int, list[tuple[str, int]]] = {}
+    for name, parameter in found:
+        nbytes, group = local_of(parameter).nbytes, gathered.groups.get(id(parameter))
+        if group is None:
+            yield nbytes, name
+        else:
+            groups.setdefault(group, []).append((name, nbytes))
+    for each in groups.values():
+        more = f" and {len(each) - 1} more" if len(each) > 1 else ""
+        yield sum(nbytes for _, nbytes in each), each[0][0] + more
 
 
 def _warn_of(shared: Sequence[tuple[str, Parameter]]) -> None:
@@ -86,6 +110,7 @@ def _large(
     floor_bytes: int,
     others: list[tuple[str, Parameter]],
     is_able: Callable[[Parameter], bool] | None,
+    gathered: GatheredWeights,
 ) -> Iterator[tuple[str, Parameter]]:
     """Yield the parameters that can rest, each once.
 
@@ -94,12 +119,13 @@ def _large(
         floor_bytes: Least size.
         others: Gets those whose memory tensors share that are no parameters of the model.
         is_able: See ``rest_weights``.
+        gathered: Those that FSDP2 spreads over ranks.
     """
-    parameters = list(model.named_parameters())
+    parameters = list(_own_parameters(model))
     shared: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for _, parameter in parameters:
-            key = parameter.untyped_storage()._cdata
+            key = local_of(parameter).untyped_storage()._cdata
             shared[key] = shared.get(key, 0) + 1
         for name, parameter in parameters:
             if is_able is None and parameter.device.type != "cpu":
@@ -107,22 +133,39 @@ def _large(
                     f"weights='flash' is for models on the CPU, and parameter {name} is on"
                     f" {parameter.device}"
                 )
-            storage = parameter.untyped_storage()
-            is_own = shared[storage._cdata] == 1 and parameter.storage_offset() == 0
+            if is_able is not None and is_sharded(parameter):
+                raise ConfigError(
+                    f"weights='flash' is for models on the CPU if their parameters are spread over ranks,"
+                    f" as {name} is"
+                )
+            local = local_of(parameter)
+            storage = local.untyped_storage()
+            is_own = shared[storage._cdata] == 1 and local.storage_offset() == 0
             has_home = home_of(parameter) is not None
             if has_home and is_able is not None:
                 yield name, parameter
                 continue
-            if parameter.nbytes < floor_bytes or not is_dense(parameter) or not is_own:
+            if local.nbytes < floor_bytes or not is_dense(local) or not is_own:
                 continue
             if is_able is not None and not is_able(parameter):
                 continue
             if has_home:
                 yield name, parameter
-            elif use_count(storage) > _own_uses():
+            elif use_count(storage) > _own_uses() + gathered.uses(parameter):
                 others.append((name, parameter))
-            elif storage.nbytes() == parameter.nbytes:
+            elif storage.nbytes() == parameter.nbytes or is_sharded(parameter):
                 yield name, parameter
+
+
+def _own_parameters(model: Module) -> Iterator[tuple[str, Parameter]]:
+    """Yield names and parameters, each once, but what ranks have exchanged for the present."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen or is_whole(module, name):
+                continue
+            seen.add(id(parameter))
+            yield f"{path}.{name}" if path else name, parameter
 
 
 def _own_uses() -> int:

@@ -44,7 +44,7 @@ class ModuleUses:
         seen: set[int] = set()
         for parameter in owned:
             stay = None if parameter is None else self._table.stay_of(parameter)
-            if stay is not None and stay.index not in seen:
+            if stay is not None and stay.index not in seen and not stay.home.is_gathered:
                 seen.add(stay.index)
                 yield stay
         for stay in self._users.get(module, ()):

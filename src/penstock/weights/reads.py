@@ -13,7 +13,6 @@ from penstock.core.locks import defer
 from penstock.core.units import MIB
 from penstock.io.engine import Priority
 from penstock.weights.eviction import NOW, WeightEviction
-from penstock.weights.resting import RestingParameter
 from penstock.weights.stays import Stay, WeightTable
 
 AHEAD_BYTES: Final = 256 * MIB
@@ -66,7 +65,7 @@ class WeightReads:
                 stay.home.check_version()
             parameter = stay.home.parameter
             if not stay.pins and parameter is not None:
-                parameter.__class__ = RestingParameter
+                parameter.__class__ = stay.home.kinds.resting
                 self._table.check_memory(stay)
             self._table.wake.notify_all()
 

@@ -14,6 +14,9 @@
     strides of 0: who reads it past the class gets NaN, and who writes it gets torch's error. A touch
     brings the weight. Views of it share its version, which tells of changes; what shares memory without
     that counts as a change.
+
+    A parameter that is spread over ranks is a DTensor: what is exchanged is the memory of its local
+    tensor, and the class of the parameter (:mod:`.shards`).
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import embedding
 
-from penstock.homed import home_of
+from penstock.homed import home_of, is_sharded, local_of
 from penstock.staging import copy_across, ready_event
 from penstock.untraced import leave_untraced
 
@@ -156,8 +159,10 @@ class RestingHome(Protocol):
         """Take other values in place of the present ones, as ``parameter.data = data`` asks for."""
 
 
-class RestingParameter(Parameter):
-    """Parameter whose values are at home. See [Note: a resting weight]."""
+class Resting:
+    """What a parameter does while its values are at home. See [Note: a resting weight]."""
+
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
@@ -169,8 +174,8 @@ class RestingParameter(Parameter):
     ) -> Any:
         """Run an operation on the values at home, or in memory, and tell the home of it."""
         kwargs = kwargs or {}
-        if func in _LAYOUT and type(args[0]) is RestingParameter:
-            home = _home_of(args[0])
+        if func in _LAYOUT and isinstance(args[0], Resting):
+            home = _home_of(cast(Parameter, args[0]))
             if home is not None and not home.is_mapped:
                 return func(home.layout, *args[1:], **kwargs)
         if func in _METADATA:
@@ -183,12 +188,13 @@ class RestingParameter(Parameter):
         with _no_function():
             found = {id(each): each for each in _resting((*args, *kwargs.values()))}
             homes = [(each, home) for each in found.values() if (home := _home_of(each))]
-            if func == _SET_DATA and homes and args[0] is homes[0][0]:
+            is_new = func == _SET_DATA and homes and args[0] is homes[0][0]
+            if is_new and not is_sharded(args[0]):  # whose values torch does not replace
                 homes[0][1].replaced(args[1])
                 return None
             result = _run(func, args, kwargs, homes)
         if func is Tensor.detach and sys._getframe(1).f_code is _MAKER:
-            result.__class__ = RestingParameter  # else Parameter(parameter) refuses it
+            result.__class__ = type(args[0])  # else Parameter(parameter) refuses it
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
@@ -196,14 +202,16 @@ class RestingParameter(Parameter):
         if id(self) in memo:
             known: Parameter = memo[id(self)]
             return known
-        home = _home_of(self)
+        parameter = cast(Parameter, self)
+        home = _home_of(parameter)
         if home is not None:
             home.begin_touch()
         try:
-            if type(self) is not RestingParameter:  # its keeper has brought it
-                return cast(Parameter, deepcopy(self, memo))
+            if type(self) is not kinds_of(parameter).resting:  # its keeper has brought it
+                return deepcopy(parameter, memo)
             with _no_function():
-                copy = memo[id(self)] = Parameter(self.detach().clone(), self.requires_grad)
+                copy = Parameter(parameter.detach().clone(), parameter.requires_grad)
+            memo[id(self)] = copy
             return copy
         finally:
             if home is not None:
@@ -211,52 +219,83 @@ class RestingParameter(Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an ordinary parameter."""
-        return _reduced(self)
+        return _reduced(cast(Parameter, self))
 
 
-class BusyParameter(Parameter):
-    """Parameter whose values a module works with. See [Note: a resting weight]."""
+class RestingParameter(Resting, Parameter):
+    """Parameter whose values are at home. See [Note: a resting weight]."""
+
+
+class Busy:
+    """What a parameter does while a module works with its values. See [Note: a resting weight]."""
+
+    __slots__ = ()
 
     @property
     def data(self) -> Tensor:
         """The values, with a version counter of their own."""
-        _lend(self)
+        lend(cast(Parameter, self))
         data: Tensor = _GET_DATA(self)
         return data
 
     @data.setter
     def data(self, data: Tensor) -> None:
-        if home := _home_of(self):
+        home = _home_of(cast(Parameter, self))
+        if home is not None and not is_sharded(cast(Parameter, self)):
             home.replaced(data)
         else:
             _SET_DATA(self, data)
 
     def detach(self) -> Tensor:
         """Return the values without gradient; ``detach().numpy()`` is changed without a version."""
-        home = _home_of(self)
+        home = _home_of(cast(Parameter, self))
         if home is not None and home.is_mapped:
             home.lent()
-        return super().detach()
+        return Tensor.detach(cast(Tensor, self))
 
     def data_ptr(self) -> int:
         """Return the address of the values."""
-        if home := _home_of(self):
+        if home := _home_of(cast(Parameter, self)):
             home.addressed()
-        return super().data_ptr()
+        return Tensor.data_ptr(cast(Tensor, self))
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array; they share memory unless ``force`` makes a copy."""
-        _lend(self)
-        return super().numpy(force=force)
+        lend(cast(Parameter, self))
+        return Tensor.numpy(cast(Tensor, self), force=force)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory of the values."""
-        _lend(self)
-        return super().untyped_storage()
+        lend(cast(Parameter, self))
+        return Tensor.untyped_storage(cast(Tensor, self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an ordinary parameter."""
-        return _reduced(self)
+        return _reduced(cast(Parameter, self))
+
+
+class BusyParameter(Busy, Parameter):
+    """Parameter whose values a module works with. See [Note: a resting weight]."""
+
+
+class Kinds(NamedTuple):
+    """Classes that a parameter has at rest, in use, and without a home."""
+
+    resting: type[Any]
+    busy: type[Any]
+    ordinary: type[Any]
+
+
+_KINDS: Final = Kinds(RestingParameter, BusyParameter, Parameter)
+
+
+def kinds_of(parameter: Tensor) -> Kinds:
+    """Return the classes that a parameter has in turn."""
+    if not is_sharded(parameter):
+        return _KINDS
+    from penstock.weights.shards import KINDS  # noqa: PLC0415  (torch has DTensors then)
+
+    return KINDS
 
 
 _MAKER: Final = Parameter.__new__.__code__
@@ -266,10 +305,10 @@ def _run(
     func: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    homes: Sequence[tuple[RestingParameter, RestingHome]],
+    homes: Sequence[tuple[Parameter, RestingHome]],
 ) -> Any:
     """Call a function between the beginning and the end of a touch of each weight."""
-    begun: list[tuple[RestingParameter, RestingHome, int]] = []
+    begun: list[tuple[Parameter, RestingHome, int]] = []
     changes = func in _ADDRESSES or _is_in_place(func) or "out" in kwargs
     result = None
     over = False
@@ -317,11 +356,12 @@ def _home_of(parameter: Parameter) -> RestingHome | None:
     """Return the home; None for a parameter made from another one, which becomes an ordinary one."""
     home = home_of(parameter)
     if home is None:
-        parameter.__class__ = Parameter
+        parameter.__class__ = kinds_of(parameter).ordinary
     return cast("RestingHome | None", home)
 
 
-def _lend(parameter: Parameter) -> None:
+def lend(parameter: Parameter) -> None:
+    """Tell the home that the memory of the values is given to somebody who may change them."""
     if home := _home_of(parameter):
         home.lent()
 
@@ -336,11 +376,11 @@ def _reduced(parameter: Parameter) -> Any:
     return torch._utils._rebuild_parameter_with_state, (*arguments, state)
 
 
-def _resting(values: Iterable[Any]) -> Iterator[RestingParameter]:
+def _resting(values: Iterable[Any]) -> Iterator[Parameter]:
     """Yield the resting parameters among arguments, and in lists of them."""
     for value in values:
-        if type(value) is RestingParameter:
-            yield value
+        if isinstance(value, Resting):
+            yield cast(Parameter, value)
         elif isinstance(value, list | tuple):
             yield from _resting(value)
 
@@ -352,10 +392,11 @@ def _aliases(result: Any, tensor: Tensor) -> bool:
     if isinstance(result, Tensor):
         if result.layout != torch.strided or result.device != tensor.device:
             return False
-        return bool(result.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
+        mine, its = local_of(tensor).untyped_storage(), local_of(result).untyped_storage()
+        return bool(mine._cdata == its._cdata)
     if isinstance(result, list | tuple):
         return any(_aliases(each, tensor) for each in result)
     return True
 
 
-leave_untraced(RestingParameter.__torch_function__.__func__, _run, _embedded, _aliases, _home_of)  # type: ignore[attr-defined]
+leave_untraced(Resting.__torch_function__.__func__, _run, _embedded, _aliases, _home_of)  # type: ignore[attr-defined]

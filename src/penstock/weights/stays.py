@@ -37,9 +37,16 @@ from penstock.homed import home_of
 from penstock.io.engine import Transfer
 from penstock.store.account import Account
 from penstock.weights.brought import BroughtMemory
-from penstock.weights.homes import Home, Keeper, shares_storage, show, use_count, view_like
+from penstock.weights.homes import (
+    Home,
+    Keeper,
+    shares_storage,
+    show,
+    use_count,
+    version_of,
+    view_like,
+)
 from penstock.weights.order import UseOrder
-from penstock.weights.resting import BusyParameter, RestingParameter
 
 
 class Stay:
@@ -98,7 +105,7 @@ class Stay:
     def is_changed(self) -> bool:
         """True if the memory is newer than the home."""
         parameter = self.home.parameter
-        return self.dirty or (parameter is not None and parameter._version != self.version)
+        return self.dirty or (parameter is not None and version_of(parameter) != self.version)
 
     @property
     def is_away(self) -> bool:
@@ -113,8 +120,8 @@ class Stay:
     def show_busy(self) -> None:
         """Give the parameter the class of a weight that is used. Under the lock."""
         parameter = self.home.parameter
-        if parameter is not None and type(parameter) is RestingParameter:
-            cast(Any, parameter).__class__ = BusyParameter
+        if parameter is not None and type(parameter) is self.home.kinds.resting:
+            cast(Any, parameter).__class__ = self.home.kinds.busy
 
     def begin_use(self) -> None:
         """Let it stay where it is until a touch is over. Under the lock."""
@@ -223,9 +230,10 @@ class WeightTable:
         stay.address = storage.data_ptr()
         stay.dirty = False
         if parameter is not None:
-            kind = BusyParameter if stay.pins else RestingParameter
+            kinds = stay.home.kinds
+            kind = kinds.busy if stay.pins else kinds.resting
             show(parameter, view_like(storage, stay.home.layout), kind)
-            stay.version = parameter._version
+            stay.version = version_of(parameter)
         stay.own_uses = use_count(storage)
         self.by_storage[storage._cdata] = stay
         return None

@@ -16,22 +16,23 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import Embedding, Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import ConfigError, PenstockError, PenstockWarning
 from penstock.core.units import format_bytes
-from penstock.homed import paused_holders
+from penstock.homed import is_sharded, paused_holders
 from penstock.io.engine import Priority
 from penstock.store.account import Account
 from penstock.weights.access import WeightKeeper
 from penstock.weights.brought import BroughtMemory, HostMemory
 from penstock.weights.compiled import CompiledCall, compiled_in_place, is_compiled
 from penstock.weights.eviction import WeightEviction
+from penstock.weights.fsdp import is_exchanged
 from penstock.weights.homes import Home, show, view_like
 from penstock.weights.module_uses import ModuleUses
 from penstock.weights.reads import WeightReads
 from penstock.weights.references import WeightReference
-from penstock.weights.resting import RestingParameter
 from penstock.weights.stays import Stay, WeightTable
 
 RestModel = Callable[[Module, Callable[[list[tuple[int, str]]], None]], Sequence[Home]]
@@ -71,6 +72,7 @@ class WeightStreamer:
         self._keeper = WeightKeeper(table, self._eviction, self._reads, self._uses)
         self._own: WeakKeyDictionary[Module, tuple[int, ...]] = WeakKeyDictionary()  # by identity
         self._compiled: list[CompiledCall] = []
+        self._is_replicated = False
         account.yield_by(self._eviction.give_way)
 
     def add(self, model: Module) -> None:
@@ -87,6 +89,10 @@ class WeightStreamer:
             if home.keeper is not None:
                 raise ConfigError(f"weight {home.name} is streamed by another open session")
         self._table.add(homes, self._keeper)
+        self._is_replicated = self._is_replicated or any(
+            isinstance(each, DistributedDataParallel) and each.process_group.size() > 1
+            for each in model.modules()
+        )
         for module in compiled_in_place(model):
             self._compiled.append(CompiledCall(module, self.enter, self.leave))
 
@@ -120,12 +126,16 @@ class WeightStreamer:
             for stay in pinned:
                 parameter = stay.home.parameter
                 if parameter is not None:
-                    parameter.__class__ = Parameter
+                    parameter.__class__ = stay.home.kinds.ordinary
 
     def _take_new(self, module: Module, own: tuple[int, ...]) -> None:
         """Let weights rest that a module got since ``add``, as by ``load_state_dict(assign=True)``."""
         self._own[module] = own
-        parameters = [each for each in module._parameters.values() if each is not None]
+        parameters = [
+            each
+            for name, each in module._parameters.items()
+            if each is not None and not is_exchanged(module, name)
+        ]
         if any(self._table.stay_of(each) is None for each in parameters):
             self.add(module)
 
@@ -170,7 +180,7 @@ class WeightStreamer:
 
     def cast_reference(self, tensor: Tensor, leaf: Tensor) -> WeightReference | None:
         """Return the same for a cast of a whole parameter, or for a view of one."""
-        if not isinstance(leaf, Parameter) or not _is_of_cast(tensor, leaf):
+        if is_sharded(leaf) or not isinstance(leaf, Parameter) or not _is_of_cast(tensor, leaf):
             return None
         stay = self._table.stay_of(leaf)
         return (
@@ -209,6 +219,11 @@ class WeightStreamer:
     def note(self) -> str:
         """Return a sentence for the summary."""
         text = f"weights of {format_bytes(self._table.total_bytes)} rest on flash"
+        if self._is_replicated:
+            text += (
+                "; each rank reads all of them, as DistributedDataParallel has all on each: with FSDP2"
+                " (fully_shard) each reads its part"
+            )
         touches = self.touches
         if touches:
             name, times = max(touches.items(), key=lambda each: each[1])
@@ -330,7 +345,7 @@ class WeightStreamer:
             if not is_lent and parameter is not None:
                 with torch.inference_mode(False):
                     own = view_like(stay.storage, home.layout).clone()
-                show(parameter, own, RestingParameter)
+                show(parameter, own, home.kinds.resting)
             stay.storage = None
             home.leave()
             self._eviction.failure = None  # what could not be written home is in memory

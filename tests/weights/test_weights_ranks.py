@@ -1,0 +1,399 @@
+"""Weights on flash of models that are spread over ranks: bits, what is read, what is refused."""
+
+import copy
+import io
+import textwrap
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import penstock
+import rank_programs
+from penstock import BudgetError, ConfigError, weights
+from penstock.core.errors import PenstockWarning
+from penstock.homed import home_of
+from penstock.runtime.storage import TensorRef
+
+HELP = """
+import penstock
+from contextlib import nullcontext
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from penstock.homed import home_of
+
+def wide():
+    # of 67 rows ranks have different numbers
+    torch.manual_seed(0)
+    sizes = (64, 130), (130, 67), (67, 64)
+    return nn.Sequential(*(nn.Linear(*each) for each in sizes))
+
+def session_of(model, limit="40KiB"):
+    return penstock.offload(
+        model, weights="flash", weights_memory=limit, flash=flash, floor="4KiB",
+        device_memory="64MiB", flash_capacity="64MiB",
+    )
+
+def steps(model, optimizer, count, first=0):
+    found = []
+    for step in range(first, first + count):
+        for turn in range(2):
+            model.set_requires_gradient_sync(turn == 1)
+            random = torch.Generator().manual_seed(100 * step + 10 * turn + rank)
+            loss = model(torch.randn(6, 64, generator=random)).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(model(torch.ones(2, 64)))
+    return found
+
+def values_of(model):
+    return [local(each.detach()).clone() for each in model.parameters()]
+
+def adamw(model):
+    return FlashAdamW(model.parameters(), lr=1e-2, flash=flash, tile=1024)
+
+def overlapped(model):
+    return FlashAdamW(model.parameters(), lr=1e-2, flash=flash, tile=1024, overlap=True)
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+
+def fused(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+"""
+
+SAME_BITS = """
+def last_dimension(param):
+    even = param.ndim == 2 and param.shape[1] % world == 0
+    return Shard(1) if even else Shard(0)
+
+settings = {
+    "plain": ({}, sgd),
+    "fused": ({}, fused),
+    "states": ({}, adamw),
+    "kept after forward": ({"reshard_after_forward": False}, adamw),
+    "last dimension": ({"shard_placement_fn": last_dimension}, overlapped),
+    "mixed precision": (
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, overlapped
+    ),
+}
+for name, (options, make) in settings.items():
+    results = []
+    for rests in (False, True):
+        model = sharded(wide(), **options)
+        optimizer = make(model)
+        with session_of(model) if rests else nullcontext() as session:
+            found = steps(model, optimizer, 3)
+            if rests:
+                assert session._weights.forced == 0, name
+                assert session._weights.total_bytes > 40 * 1024
+        results.append([*found, *values_of(model)])
+        getattr(optimizer, "close", lambda: None)()
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other), name
+"""
+
+
+def test_fsdp2_trains_to_the_same_bits_with_uneven_shards_and_other_settings(disk_path):
+    rank_programs.run(disk_path, HELP + SAME_BITS)
+
+
+def test_a_model_goes_on_before_a_session_and_after_it_and_loads_states(disk_path):
+    rank_programs.run(
+        disk_path,
+        HELP
+        + textwrap.dedent(
+            """
+            results = []
+            for rests in (False, True):
+                model = sharded(wide())
+                optimizer = adamw(model)
+                found = steps(model, optimizer, 1)
+                saved = {name: each.detach().clone() for name, each in model.state_dict().items()}
+                with session_of(model) if rests else nullcontext():
+                    found += steps(model, optimizer, 1, first=1)
+                    model.load_state_dict(saved)
+                    found += steps(model, optimizer, 1, first=2)
+                    found += [local(each).clone() for each in model.state_dict().values()]
+                assert rests == any(home_of(each) is not None for each in model.parameters())
+                found += steps(model, optimizer, 1, first=3)  # at home, if there is one
+                with session_of(model) if rests else nullcontext():
+                    found += steps(model, optimizer, 1, first=4)
+                results.append([*found, *values_of(model)])
+                optimizer.close()
+            for one, other in zip(*results, strict=True):
+                assert torch.equal(one, other)
+            """
+        ),
+    )
+
+
+# -- on one rank --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def session_of(model, directory, limit="64KiB"):
+    return penstock.offload(
+        model,
+        weights="flash",
+        weights_memory=limit,
+        flash=str(directory),
+        floor="4KiB",
+        device_memory="64MiB",
+        flash_capacity="64MiB",
+    )
+
+
+def parallel(mesh, depth=6):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(depth)))
+    for layer in model:
+        parallelize_module(layer, mesh, ColwiseParallel())
+    return model
+
+
+def change_in_place(weight):
+    weight.add_(1)
+
+
+def change_by_a_list(weight):
+    torch._foreach_add_([weight], 1)
+
+
+def change_by_data(weight):
+    weight.data.add_(1)
+
+
+def change_by_detach(weight):
+    weight.detach().add_(1)
+
+
+def change_what_is_local(weight):
+    weight.to_local().add_(1)
+
+
+def change_an_array_of_it(weight):
+    weight.to_local().numpy()[:] += 1
+
+
+def change_what_is_placed_the_same(weight):
+    weight.redistribute(placements=[Shard(0)]).add_(1)
+
+
+def load_a_state(weight):
+    weight.copy_(weight + 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_in_place,
+        change_by_a_list,
+        change_by_data,
+        change_by_detach,
+        change_what_is_local,
+        change_an_array_of_it,
+        change_what_is_placed_the_same,
+        load_a_state,
+    ],
+)
+def test_whatever_changes_a_shard_is_noticed(one_rank, disk_path, change):
+    """Weights that do not fit leave memory after each change, and come back with it."""
+    plain, model = parallel(one_rank), parallel(one_rank)
+    inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    with session_of(model, disk_path):
+        for _ in range(2):
+            for one in (plain, model):
+                one(inputs).square().mean().backward()
+                with torch.no_grad():
+                    for layer in one:
+                        change(layer.weight)
+        after = [each.full_tensor() for each in model.parameters()]
+    for one, other, each in zip(plain.parameters(), after, model.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other)
+        assert torch.equal(one.grad.full_tensor(), each.grad.full_tensor())
+        assert torch.equal(each.full_tensor(), other)
+
+
+def test_a_shard_that_backward_needs_leaves_memory_meanwhile(one_rank, disk_path):
+    model = parallel(one_rank)
+    with session_of(model, disk_path) as session:
+        loss = model(torch.randn(4, 64)).square().mean()
+        assert session._weights.present_bytes <= 64 << 10
+        assert session._weights.total_bytes == 96 << 10
+        loss.backward()
+        assert session._weights.forced == 0
+
+
+def test_autocast_makes_the_same_bits(one_rank, disk_path):
+    results = []
+    for rests in (False, True):
+        model = parallel(one_rank)
+        with (
+            session_of(model, disk_path) if rests else nullcontext(),
+            torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        ):
+            loss = model(torch.ones(4, 64)).float().square().mean()
+            loss.backward()
+        results.append([loss.detach(), *(each.grad.full_tensor() for each in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_change_before_backward_is_the_error_of_autograd(one_rank, disk_path):
+    model = parallel(one_rank)
+    with session_of(model, disk_path):
+        loss = model(torch.randn(4, 64)).square().mean()
+        with torch.no_grad():
+            model[3].weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            loss.backward()
+
+
+def test_copies_of_a_shard_are_ordinary_parameters(one_rank, disk_path):
+    model = parallel(one_rank)
+    expected = [each.full_tensor().clone() for each in model.parameters()]
+    with session_of(model, disk_path):
+        copies = copy.deepcopy([*model.parameters()])
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        made = nn.Parameter(model[0].weight)
+        assert torch.equal((made + 0).full_tensor(), expected[0])
+    assert type(made) is DTensor
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False).values()
+    for one, other, wanted in zip(copies, loaded, expected, strict=True):
+        assert type(one) is type(other) is DTensor
+        assert home_of(one) is None
+        assert torch.equal(one.full_tensor(), wanted)
+        assert torch.equal(other.full_tensor(), wanted)
+
+
+def test_shards_that_are_converted_are_an_error_of_torch(one_rank, disk_path):
+    model = parallel(one_rank)
+    with (
+        session_of(model, disk_path),
+        pytest.raises(RuntimeError, match="Couldn't swap"),
+    ):
+        model.double()
+
+
+def test_a_replaced_parameter_of_fsdp2_stays_in_memory_with_a_warning(one_rank, disk_path):
+    model = fully_shard(nn.Sequential(nn.Linear(64, 64, bias=False)))
+    new = distribute_tensor(torch.ones(64, 64), one_rank, [Shard(0)])
+    with session_of(model, disk_path):
+        model(torch.ones(2, 64))
+        model.reshard()
+        with pytest.warns(PenstockWarning, match=r"weight 0\.weight was replaced"):
+            model.load_state_dict({"0.weight": nn.Parameter(new)}, assign=True)
+        found = model(torch.ones(2, 64))
+    assert torch.equal(found, torch.full((2, 64), 64.0))
+
+
+class Tied(nn.Module):
+    """Layers of which two have the same weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.last = nn.Linear(64, 64, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x)).relu())
+
+
+def test_tied_weights_of_fsdp2_have_one_home_and_leave_memory(one_rank, disk_path):
+    results = []
+    for rests in (False, True):
+        torch.manual_seed(0)
+        model = fully_shard(Tied())
+        before = TensorRef(model.first.weight._local_tensor.untyped_storage())
+        with session_of(model, disk_path) if rests else nullcontext() as session:
+            if rests:
+                assert before() is None
+                assert session._weights.total_bytes == 2 << 14
+            loss = model(torch.ones(2, 64)).square().mean()
+            loss.backward()
+            results.append(
+                [loss.detach(), *(each.grad.full_tensor() for each in model.parameters())]
+            )
+            assert model.first.weight is model.last.weight
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_is_gathered_at_once_must_fit(one_rank, disk_path):
+    model = fully_shard(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))))
+    with (
+        pytest.raises(BudgetError, match=r"0\.weight and 2 more .*weights_memory=49152"),
+        session_of(model, disk_path, limit="32KiB"),
+    ):
+        pass
+    assert all(home_of(each) is None for each in model.parameters())
+
+
+def test_host_memory_of_fsdp2_is_refused(one_rank, disk_path):
+    model = fully_shard(nn.Linear(64, 64), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(ConfigError, match="CPUOffloadPolicy"), session_of(model, disk_path):
+        pass
+    assert home_of(model.weight) is None
+
+
+def test_fewer_ranks_after_forward_are_refused(disk_path):
+    rank_programs.run(
+        disk_path,
+        HELP
+        + textwrap.dedent(
+            """
+            model = sharded(wide(), reshard_after_forward=2)
+            try:
+                with session_of(model):
+                    raise AssertionError("it was not refused")
+            except ConfigError as error:
+                assert "reshard_after_forward" in str(error)
+            assert all(home_of(each) is None for each in model.parameters())
+            """
+        ),
+        4,
+    )
+
+
+def test_values_that_are_converted_before_they_are_sent_are_refused(one_rank, disk_path):
+    class Converted(torch.Tensor):
+        def fsdp_pre_all_gather(self, mesh):
+            return (self,), None
+
+        def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+            return outputs[0], outputs
+
+    model = fully_shard(nn.Linear(64, 64))
+    model.weight._local_tensor.__class__ = Converted
+    with pytest.raises(ConfigError, match="Converted"), session_of(model, disk_path):
+        pass
+
+
+def test_files_of_weights_are_for_models_that_are_not_spread(one_rank, disk_path):
+    model = parallel(one_rank)
+    with pytest.raises(ConfigError, match="spread over ranks"):
+        weights.save(model, disk_path / "saved")
+    with penstock.built_on_flash(str(disk_path), floor="4KiB"):
+        model = nn.Linear(64, 64, bias=False)
+        expected = model.weight.detach().clone()
+        parallelize_module(model, one_rank, ColwiseParallel())
+    assert torch.equal(model.weight.full_tensor(), expected)
+    assert model.weight.placements == (Shard(0),)
