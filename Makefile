@@ -25,7 +25,7 @@ ON_DEVICE = export LD_LIBRARY_PATH=$(CURDIR)/$(DEVICE)/lib \
 	CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 EMU_DEVICES=2
 MUTATIONS = $(ON_DEVICE); PYTHONPATH=$$PYTHONPATH:$(CURDIR)/tests $(PY) tests/device/mutations.py
 # how pytest shows arguments prints storages value by value, which takes minutes on this device
-DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 240
+DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 240 $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
 .PHONY: help environment demo test test-all test-hosts test-places test-device test-device-all test-mutations lint format bench docs clean
 
