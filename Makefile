@@ -25,12 +25,14 @@ ON_DEVICE = export LD_LIBRARY_PATH=$(CURDIR)/$(DEVICE)/lib \
 	CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 EMU_DEVICES=2
 MUTATIONS = $(ON_DEVICE); PYTHONPATH=$$PYTHONPATH:$(CURDIR)/tests $(PY) tests/device/mutations.py
 # how pytest shows arguments prints storages value by value, which takes minutes on this device
-DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 120
+DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 240 $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-.PHONY: help demo test test-all test-hosts test-places test-device test-device-all test-mutations lint format bench docs clean
+.PHONY: help environment demo test test-all test-hosts test-places test-device test-device-all test-mutations lint format bench docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s "$$(printf '\t')"
+
+environment: $(VENV)/.base $(VENV)/.lint $(VENV)/.docs $(VENV)/.device ## install what tests, lint and docs take
 
 demo: $(VENV)/.base ## train a network without and with Penstock, side by side, and a model larger than memory (six minutes)
 	$(PY) examples/demo.py
@@ -118,8 +120,11 @@ $(VENV)/.docs: $(VENV)/docs.txt constraints.txt
 	$(PIP) -r $<
 	@touch $@
 
-$(DEVICE)/.built: $(VENV)/.base $(VENV)/device.txt $(wildcard tests/device/build.py tests/device/runtime/*)
-	$(PIP) -r $(VENV)/device.txt
+$(VENV)/.device: $(VENV)/device.txt constraints.txt
+	$(PIP) -r $<
+	@touch $@
+
+$(DEVICE)/.built: $(VENV)/.base $(VENV)/.device $(wildcard tests/device/build.py tests/device/runtime/*)
 	$(PY) tests/device/build.py $(DEVICE) --torch $(TORCH)
 	@touch $@
 

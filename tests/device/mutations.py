@@ -450,12 +450,12 @@ def notice(site: Site, order: Callable[[list[str]], Iterable[str]]) -> str:
     return next((f"{name}: {wrong}" for name, wrong in judge(order) if wrong), "")
 
 
-def survey() -> str:
-    """Run the programs with nothing left out: what each calls, and how long it takes, as JSON."""
+def survey(part: slice = slice(None)) -> str:
+    """Run programs with nothing left out: what each calls, and how long it takes, as JSON."""
     sys.meta_path.insert(0, _Importer(paths(), telling))
     found: dict[str, tuple[list[str], float]] = {}
     began = time.monotonic()
-    for name, wrong in judge(lambda names: names):
+    for name, wrong in judge(lambda names: names[part]):
         if wrong:
             return f"{name}: {wrong}"
         found[name] = sorted(_entered), time.monotonic() - began
@@ -493,8 +493,10 @@ def _said_by(work: Callable[[], str]) -> str:
 class _Programs:
     """In which order they run for a site."""
 
-    def __init__(self, surveyed: str) -> None:
-        self._found: dict[str, tuple[list[str], float]] = json.loads(surveyed)
+    def __init__(self, surveyed: Iterable[str]) -> None:
+        self._found: dict[str, tuple[list[str], float]] = {}
+        for text in surveyed:
+            self._found |= json.loads(text)
         self._noticed: Counter[tuple[str, str]] = Counter()
 
     def of(self, site: Site, *, excused: bool) -> Callable[[list[str]], Iterable[str]]:
@@ -522,9 +524,10 @@ def mutate(sites: Sequence[Site], jobs: int, *, excused: bool) -> bool:
     """
     began = time.monotonic()
     reasons, counts = excuses(), Counter[str]()
-    surveyed = next(run([(None, survey)], 1))[1]
-    if not surveyed.startswith("{"):
-        print(f"the programs fail with nothing left out: {surveyed}")
+    parts = ((start, partial(survey, slice(start, None, jobs))) for start in range(jobs))
+    surveyed = [said for _, said in sorted(run(parts, jobs))]
+    if wrong := [said for said in surveyed if not said.startswith("{")]:
+        print("the programs fail with nothing left out:", *wrong)
         return False
     programs = _Programs(surveyed)
     tried = [site for site in sites if excused or site.key not in reasons]
@@ -586,9 +589,11 @@ def main() -> int:
     if given.list:
         print(*(site.key for site in sites), sep="\n")
         return 0
-    import numba  # noqa: F401  (once, before forking; so is what shapes are computed with)
+    # once, before forking; so is what shapes are computed with
+    import numba  # noqa: F401
     import pytest  # noqa: F401
     import torch
+    import torch._dynamo  # which the first optimizer imports
 
     torch.nn.functional.layer_norm(torch.empty(2, 2, device="meta"), (2,))
     gc.freeze()

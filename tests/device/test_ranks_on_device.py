@@ -1,11 +1,12 @@
 """Two ranks with a device each, over gloo: the same bits as without Penstock, and all of it in order."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
+
+import preloaded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,7 +14,9 @@ pytestmark = [
 ]
 
 START = """
-import os, sys, torch, emulator, plugin
+import os, sys
+sys.path += os.environ["PYTHONPATH"].split(os.pathsep)
+import torch, emulator, plugin
 import torch.distributed as dist
 from pathlib import Path
 from torch import nn
@@ -163,19 +166,22 @@ def run_ranks(disk_path, kind, program):
         "PENSTOCK_GPU_DIRECT": "off",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, kind, str(disk_path), str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    said = disk_path / "said"
+    with said.open("w") as file:
+        ranks = [
+            preloaded.Process(
+                ["-c", program, kind, disk_path, str(rank)],
+                env=environment,
+                stdout=file,
+                stderr=file,
+            )
+            for rank in range(2)
+        ]
     try:
-        said = [rank.communicate(timeout=90)[0] for rank in ranks]
+        for rank in ranks:
+            rank.wait(200)
     finally:
         for rank in ranks:
             rank.kill()
-    assert all((disk_path / f"ended {rank}").exists() for rank in range(2)), "\n".join(said)
+            rank.wait()
+    assert all((disk_path / f"ended {rank}").exists() for rank in range(2)), said.read_text()

@@ -5,8 +5,6 @@ ends, so each use has a process of its own.
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from gpu_runs import copied_bytes, settings_for
 from torch import nn
 
 import penstock
+import preloaded
 from offload_runs import counted, session_in, wait_for_writes
 from penstock import checkpoint
 from penstock.core.units import MIB
@@ -26,6 +25,7 @@ from recompute_plans import Block, runs_again
 pytestmark = pytest.mark.gpu
 
 ALONE = "PENSTOCK_TEST_ALONE"
+PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 WIDTH = 256
 ROWS = 2048
 DEVICE = "cuda:1"
@@ -204,14 +204,10 @@ def test_trap_34_no_context_is_made_on_a_device_that_is_not_used(request, use):
         pytest.skip("there is one device only")
     plugins = [part for name in request.config.option.plugins for part in ("-p", name)]
     test = f"{__file__}::test_the_second_device_alone[{use}]"
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", *plugins, test],
+    ended = preloaded.run(
+        ["-c", PYTEST, "-m", "gpu", *plugins, test],
         env=os.environ | {ALONE: "1"},
         cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
     )
     assert ended.returncode == 0, ended.stdout
     assert "1 passed" in ended.stdout or "1 skipped" in ended.stdout
