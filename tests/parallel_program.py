@@ -145,7 +145,8 @@ def train(kind, flash, place=None):
     session = nullcontext()
     homes = {}
     if flash.startswith("weights"):
-        limit = sum(local(each).nbytes for each in params) // 4
+        sizes = [local(each).nbytes for each in params]
+        limit = max(sum(sizes) // 4, 2 * max(sizes))
         homes = {"weights": "flash", "weights_memory": limit}
     if place is not None:
         session = session_in(
