@@ -143,7 +143,7 @@ def _groups_in(model: Module) -> Iterator[Any]:
             seen.add(id(state))
             if hasattr(state, "_fsdp_param_groups"):
                 yield from state._fsdp_param_groups
-            elif state._fsdp_param_group is not None:  # torch before 2.11
+            elif state._fsdp_param_group is not None:  # in older versions of torch
                 yield state._fsdp_param_group
 
 
