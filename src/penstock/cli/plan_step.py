@@ -78,7 +78,7 @@ class StepRequest:
 
     @cached_property
     def machine(self) -> Machine:
-        """What one rank has of the machine."""
+        """Machine as one rank has it: its part of what is shared."""
         return _of_one_rank(self.node, self.ranks, self.device, self.data_bytes_per_s)
 
     @property

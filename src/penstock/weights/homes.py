@@ -39,7 +39,7 @@ from penstock.store.checksums import Sum
 from penstock.store.engine import shared_engine
 from penstock.store.pool import Block
 from penstock.store.window import TransferWindow
-from penstock.weights.resting import kinds_of
+from penstock.weights.resting import KINDS, Kinds
 
 SLAB_BYTES = 1 << 30
 """Length of the files that homes are cut from while a model is built, whose size is not known."""
@@ -78,6 +78,15 @@ class Keeper(Protocol):
 
     def rows(self, home: Home, indices: Tensor) -> Tensor | None:
         """See :class:`.resting.RestingHome`."""
+
+
+def _kinds_of(parameter: Tensor) -> Kinds:
+    """Return the classes that a parameter has in turn."""
+    if not is_sharded(parameter):
+        return KINDS
+    from penstock.weights import shards  # noqa: PLC0415  (torch has DTensors then)
+
+    return shards.KINDS
 
 
 class Home:
@@ -128,7 +137,7 @@ class Home:
         """Map a place for a parameter, whose values are not moved yet; see ``adopt``."""
         self.name = name
         self.nbytes = local_of(parameter).nbytes
-        self.kinds = kinds_of(parameter)
+        self.kinds = _kinds_of(parameter)
         self.tier = tier
         self.room = tier if isinstance(tier, ReservedTier) else None
         self.place: Place = place

@@ -24,7 +24,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -160,9 +160,11 @@ class RestingHome(Protocol):
 
 
 class Resting:
-    """What a parameter does while its values are at home. See [Note: a resting weight]."""
+    """Methods of a parameter while its values are at home. See [Note: a resting weight]."""
 
     __slots__ = ()
+    ordinary: ClassVar[type[Any]] = Parameter
+    """Class that it has without a home."""
 
     @classmethod
     def __torch_function__(
@@ -207,7 +209,7 @@ class Resting:
         if home is not None:
             home.begin_touch()
         try:
-            if type(self) is not kinds_of(parameter).resting:  # its keeper has brought it
+            if not isinstance(parameter, Resting):  # its keeper has brought it
                 return deepcopy(parameter, memo)
             with _no_function():
                 copy = Parameter(parameter.detach().clone(), parameter.requires_grad)
@@ -227,9 +229,11 @@ class RestingParameter(Resting, Parameter):
 
 
 class Busy:
-    """What a parameter does while a module works with its values. See [Note: a resting weight]."""
+    """Methods of a parameter while a module works with its values. See [Note: a resting weight]."""
 
     __slots__ = ()
+    ordinary: ClassVar[type[Any]] = Parameter
+    """Class that it has without a home."""
 
     @property
     def data(self) -> Tensor:
@@ -286,16 +290,7 @@ class Kinds(NamedTuple):
     ordinary: type[Any]
 
 
-_KINDS: Final = Kinds(RestingParameter, BusyParameter, Parameter)
-
-
-def kinds_of(parameter: Tensor) -> Kinds:
-    """Return the classes that a parameter has in turn."""
-    if not is_sharded(parameter):
-        return _KINDS
-    from penstock.weights.shards import KINDS  # noqa: PLC0415  (torch has DTensors then)
-
-    return KINDS
+KINDS: Final = Kinds(RestingParameter, BusyParameter, Parameter)
 
 
 _MAKER: Final = Parameter.__new__.__code__
@@ -356,7 +351,7 @@ def _home_of(parameter: Parameter) -> RestingHome | None:
     """Return the home; None for a parameter made from another one, which becomes an ordinary one."""
     home = home_of(parameter)
     if home is None:
-        parameter.__class__ = kinds_of(parameter).ordinary
+        parameter.__class__ = cast(Any, parameter).ordinary
     return cast("RestingHome | None", home)
 
 

@@ -49,12 +49,14 @@ class RestingShard(Resting, _Lent):
     """Parameter over ranks whose local values are at home."""
 
     __slots__ = ()
+    ordinary = DTensor
 
 
 class BusyShard(Busy, _Lent):
     """Parameter over ranks whose local values a module works with."""
 
     __slots__ = ()
+    ordinary = DTensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         """Return a copy in memory, an ordinary parameter."""
