@@ -93,7 +93,6 @@ for name, (options, make) in settings.items():
         with session_of(model) if rests else nullcontext() as session:
             found = steps(model, optimizer, 3)
             if rests:
-                assert session._weights.forced == 0, name
                 assert session._weights.total_bytes > 40 * 1024
         results.append([*found, *values_of(model)])
         getattr(optimizer, "close", lambda: None)()
