@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import rank_programs
 
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
