@@ -10,7 +10,7 @@ import pytest
 import rank_programs
 
 RESUMED = """
-import random, signal, threading, time
+import signal, time
 from penstock.optim.journal import Journal
 
 def durable(**settings):
@@ -97,13 +97,10 @@ a.close()
 KILLED = (
     RESUMED
     + """
-kills, attempt = int(sys.argv[2]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 model, a = durable()
 done = a.resume()
-assert on_all(done) == [done] * world
-if rank == 0:
-    with open(f"{place}/resumed", "a") as file:
-        file.write(f"{done}\\n")
+assert done == (2 if attempt else 0), (attempt, done)
 write = Journal.write
 
 def dies(journal, entry):
@@ -113,28 +110,16 @@ def dies(journal, entry):
         os.kill(os.getpid(), signal.SIGKILL)
     write(journal, entry)
 
-def dies_at_any_moment():
-    moment = random.Random(attempt)
-    if rank == moment.randrange(world):
-        wait = threading.Timer(moment.uniform(0, 0.5), os.kill, (os.getpid(), signal.SIGKILL))
-        wait.daemon = True
-        wait.start()
-
-is_last = attempt == kills
-if kills > 1 and not is_last:
-    dies_at_any_moment()
-elif rank == 1 and not is_last:
+if rank == 1 and not attempt:
     Journal.write = dies
-step = done
-while step < done + 3 or not is_last:
+for step in range(done, 5):
     backward(model, step)
     a.step()
     a.zero_grad()
-    step += 1
-    if step == 3 and rank == 0:
+    if step == 2 and rank == 0:
         open(f"{place}/completed", "w").close()
 theirs = sharded(network())
-train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True), step)
+train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True), 5)
 assert_same(model.parameters(), theirs.parameters())
 a.close()
 """
@@ -142,25 +127,18 @@ a.close()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [1, 20], ids=["in a step", "20 times at any moment"])
-def test_a_rank_is_killed_and_torchrun_starts_all_again_after_one_step(kills, disk_path):
+def test_a_rank_is_killed_in_a_step_and_torchrun_starts_all_again(disk_path):
     program = disk_path / "program.py"
     program.write_text(rank_programs.for_a_launcher(KILLED))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", "2", "--max-restarts", str(kills)]
+    launcher += ["--nproc-per-node", "2", "--max-restarts", "1", str(program), str(disk_path)]
     done = subprocess.run(
-        [*launcher, str(program), str(disk_path), str(kills)],
+        launcher,
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=280,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         check=False,
     )
     assert done.returncode == 0, done.stderr
     assert {path.name for path in Path(disk_path).glob("done*")} == {"done0", "done1"}
-    resumed = [int(line) for line in (disk_path / "resumed").read_text().split()]
-    assert len(resumed) == kills + 1
-    assert resumed == sorted(resumed)
-    assert resumed[0] == 0
-    assert resumed[-1] == 2 if kills == 1 else resumed[-1] > 2
