@@ -182,6 +182,16 @@ def test_decoding_a_token_takes_the_time_of_reading_all_weights():
     assert plan.replayed.step_ns / 1e9 == pytest.approx(3.8, rel=0.02)
 
 
+def test_no_number_of_tokens_hides_saved_tensors_that_take_longer_to_move_than_to_compute():
+    """Also if nothing else moves, for all weights are kept."""
+    profile, weights = chain([MS] * 8, saved_mb=100), weights_of([MB] * 8, trained=False)
+    found = planner(profile, weights, policy="all")
+    plan = found.plan(found.least.total)
+    assert plan.replayed.moved.read == 0 < plan.replayed.activations_written
+    assert plan.bounds.binds == "flash"
+    assert plan.hidden_factor is None
+
+
 # -- bytes ------------------------------------------------------------------------------------------
 
 

@@ -576,6 +576,6 @@ def _hidden_factor(found: ReplayedStep, machine: Machine) -> float | None:
 
 
 def _ratio(fixed_ns: float, left_ns: float) -> float | None:
-    if not fixed_ns:
-        return 0.0
-    return fixed_ns / left_ns if left_ns > 0 else None
+    if left_ns <= 0:
+        return None if fixed_ns or left_ns else 0.0
+    return fixed_ns / left_ns
