@@ -32,7 +32,7 @@ DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 240 $(shell grep -rl --incl
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s "$$(printf '\t')"
 
-environment: $(VENV)/.base $(VENV)/.lint $(VENV)/.docs $(VENV)/.device ## install what tests, lint and docs take
+environment: $(VENV)/.base $(VENV)/.lint $(VENV)/.docs $(VENV)/.hosts $(VENV)/.device ## install what tests, lint and docs take
 
 demo: $(VENV)/.base ## train a network without and with Penstock, side by side, and a model larger than memory (six minutes)
 	$(PY) examples/demo.py
@@ -57,7 +57,7 @@ test-device: $(DEVICE)/.built ## the tests for a GPU on an emulated one (builds 
 		--durations=10
 
 test-device-all: $(DEVICE)/.built ## the same by the other schedules of the device; every mutation
-	@$(ON_DEVICE); set -e; for each in eager:0 fixed:0 random:1 random:2 random:3 random:4; do \
+	@$(ON_DEVICE) PENSTOCK_TEST_RANDOM=1; set -e; for each in eager:0 fixed:0 random:1 random:2 random:3 random:4; do \
 		echo "== schedule and seed $$each"; \
 		export EMU_SCHEDULE=$${each%:*} EMU_SEED=$${each#*:}; \
 		$(PYTEST) $(DEVICE_TESTS) -n logical --maxprocesses 4 --dist worksteal; \
