@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-import kernels
+import emulated_operators
 import torch
 
 if "_pytest" in sys.modules and "--observe" not in sys.argv:
@@ -13,4 +13,4 @@ else:
     torch.backends.cudnn.enabled = False
     for kind in ("flash", "mem_efficient", "cudnn"):  # which CPUs have not
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
-    kernels.install()
+    emulated_operators.install()

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import emulated_operators
 import emulator
 import handovers
-import kernels
 import pytest
 import torch
 
@@ -35,7 +35,7 @@ def prepare() -> None:
     # what is not filled shows by the checker; filling would order what is not ordered
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.cuda.init()
-    kernels.install()
+    emulated_operators.install()
     handovers.install()
     _name_threads()
 
@@ -53,12 +53,12 @@ def judged() -> Iterator[AccessOrder]:
     """All that is done is judged."""
     emulator.set_schedule(SCHEDULE, SEED)
     order = AccessOrder(emulator.recorded_by_allocator)
-    for each in (watch, kernels.use, handovers.use):
+    for each in (watch, emulated_operators.use, handovers.use):
         each(order)
     try:
         yield order
     finally:
-        for each in (watch, kernels.use, handovers.use):
+        for each in (watch, emulated_operators.use, handovers.use):
             each(None)
 
 
@@ -67,7 +67,7 @@ def faults(order: AccessOrder) -> list[str]:
     for device in range(torch.cuda.device_count()):
         torch.cuda.synchronize(device)
     gc.collect()
-    failures, kernels.failures[:] = kernels.failures.copy(), []
+    failures, emulated_operators.failures[:] = emulated_operators.failures.copy(), []
     return [*(f"a kernel failed: {failure}" for failure in failures), *order.complaints]
 
 

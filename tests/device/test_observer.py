@@ -2,7 +2,7 @@
 
 import threading
 
-import kernels
+import emulated_operators
 import pytest
 import torch
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def order():
     """In place of the one that judges all tests here, which the kernels themselves tell."""
-    kernels.use(None)
+    emulated_operators.use(None)
     return AccessOrder()
 
 
