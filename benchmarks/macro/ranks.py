@@ -67,7 +67,7 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", default="/var/tmp")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--shape", default="134M", choices=_weights_model.SHAPES)
+    parser.add_argument("--shape", default="91M", choices=_weights_model.SHAPES)
     parser.add_argument("--tokens", type=int, default=512, help="of each rank")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--parallel", nargs="*", default=["ddp", "fsdp2"])
