@@ -54,11 +54,16 @@ def main():
         return
     _results.warn_if_busy()
     figures = {"rates": rates(args)}
-    print(json.dumps(figures, indent=2), flush=True)
+    record(figures, args)
     for parallel in args.parallel:
         for what in args.what:
-            figures[f"{parallel}, {what}"] = found = compared(args, parallel, what)
-            print(parallel, what, json.dumps(found, indent=2), flush=True)
+            figures[f"{parallel}, {what}"] = compared(args, parallel, what)
+            record(figures, args)
+    print(json.dumps(figures, indent=2))
+
+
+def record(figures, args):
+    """After each case, so that what was measured is not lost with the next."""
     config = {key: getattr(args, key) for key in ("ranks", "shape", "tokens", "steps")}
     _results.write(args.name, figures, config, directory=args.dir, into=args.into)
 

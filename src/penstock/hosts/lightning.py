@@ -9,12 +9,11 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import CheckpointIO
 
-import penstock
 from penstock import checkpoint
-from penstock.observe.summary import Summary
+from penstock.hosts.session import HostedSession
 
 
-class LightningOffload(Callback):
+class LightningOffload(HostedSession, Callback):
     """Opens a session when ``fit`` begins to train, and closes it when that ends, also with an error.
 
     ::
@@ -24,23 +23,13 @@ class LightningOffload(Callback):
         print(offloading.summary)
 
     The session's metrics are logged by the module whenever the trainer logs a step.
-
-    Attributes:
-        session: The session; ``None`` unless the trainer trains.
-        summary: Summary of the last training that has ended; ``None`` before.
     """
-
-    def __init__(self, **settings: Any) -> None:
-        """Open nothing yet; ``settings`` are those of :func:`penstock.offload`."""
-        self.session: penstock.Session | None = None
-        self.summary: Summary | None = None
-        self._settings = settings
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open a session for the module."""
         optimizers = trainer.optimizers
         optimizer = optimizers[0] if len(optimizers) == 1 else None
-        self.session = penstock.offload(pl_module, optimizer, **self._settings).open()
+        self._open(pl_module, optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any) -> None:
         """Log the session's metrics, where the trainer logs."""
@@ -54,13 +43,6 @@ class LightningOffload(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Close the session, and keep its summary."""
         self.close()
-
-    def close(self) -> None:
-        """Close the session, if there is one, and keep its summary. Idempotent."""
-        session, self.session = self.session, None
-        if session is not None:
-            session.close()
-            self.summary = session.summary()
 
 
 class LightningCheckpoints(CheckpointIO):

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-import penstock
 from penstock.core.errors import ConfigError
-from penstock.observe.summary import Summary
+from penstock.hosts.session import HostedSession
 
 
-class TrainerOffload(TrainerCallback):
+class TrainerOffload(HostedSession, TrainerCallback):
     """Opens a session when training begins, and closes it when training has ended.
 
     ::
@@ -23,17 +22,7 @@ class TrainerOffload(TrainerCallback):
 
     An error in the training leaves the session open, so that it can be inspected; ``close`` closes it, as
     does the next training with this callback.
-
-    Attributes:
-        session: The session; ``None`` before training.
-        summary: Summary of the last training that has ended; ``None`` before.
     """
-
-    def __init__(self, **settings: Any) -> None:
-        """Open nothing yet; ``settings`` are those of :func:`penstock.offload`."""
-        self.session: penstock.Session | None = None
-        self.summary: Summary | None = None
-        self._settings = settings
 
     def on_train_begin(
         self,
@@ -50,8 +39,7 @@ class TrainerOffload(TrainerCallback):
                 "activation_offloading=True has TRL move the tensors that Penstock is to move: set it to"
                 " False, or leave TrainerOffload out"
             )
-        self.close()
-        self.session = penstock.offload(model, optimizer, **self._settings).open()
+        self._open(model, optimizer)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any
@@ -67,10 +55,3 @@ class TrainerOffload(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Close the session, and keep its summary."""
         self.close()
-
-    def close(self) -> None:
-        """Close the session, if there is one, and keep its summary. Idempotent."""
-        session, self.session = self.session, None
-        if session is not None:
-            session.close()
-            self.summary = session.summary()
