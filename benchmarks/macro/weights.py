@@ -16,6 +16,10 @@ them too (``benchmarks/peers/streamed_weights.py``; each has some of the modes).
 and tokens, and what comes out is compared: the loss, or some of the last token's logits. Before it starts
 the files of a peer leave the page cache.
 
+``--disk-rate`` lets each side read and write so many bytes per second at most, each way (by the control
+groups of block devices, version 1), as a slower disk does: then the disk takes longer than computing on
+this machine, too.
+
 ``untrimmed`` is ``flash`` in a process that keeps what ``malloc`` keeps, and ``mmap`` in one in which
 ``malloc`` maps each larger block by itself; they may use three times the memory.
 
@@ -54,7 +58,7 @@ import _results
 import penstock
 from penstock.cli import plan, plan_step
 from penstock.core.errors import BudgetError
-from penstock.core.units import MIB, parse_bytes, round_up
+from penstock.core.units import MIB, parse_bandwidth, parse_bytes, round_up
 from penstock.io.mapping import PAGE_BYTES
 from penstock.optim import FlashAdamW
 from penstock.plan.training_step import ENGINE_BYTES
@@ -78,6 +82,7 @@ MMAP = {
     "MALLOC_TRIM_THRESHOLD_": "1048576",
     "THP_MEM_ALLOC_ENABLE": "1",
 }
+DISK_GROUPS = Path("/sys/fs/cgroup/blkio")
 FLOOR = MIB
 """Smaller weights stay in memory."""
 
@@ -104,6 +109,7 @@ def main():
             for key in ("shape", "mode", "dtype", "tokens", "memory", "rounds")
         }
         config |= {"weights_memory": args.weights_memory, "steps": args.steps}
+        config |= {"disk_rate": args.disk_rate} if args.disk_rate else {}
         config["peers"] = {side: job["version"] for side, job in sides.items() if side in PEERS}
         name = args.name or f"weights_{args.mode}_{args.shape}"
         figures["rounds"] = rounds
@@ -126,6 +132,7 @@ def parse():
     parser.add_argument("--gradient-memory", default="256MiB")
     parser.add_argument("--states-memory", default="128MiB")
     parser.add_argument("--format", default="int8")
+    parser.add_argument("--disk-rate", help="limit of reading and of writing, as 200MB/s")
     parser.add_argument("--machine", help="a machine file, to compare the plan with the step")
     parser.add_argument("--peers-python", nargs="*", default=[], help="interpreters with the peers")
     parser.add_argument("--slowllama", help="a checkout of okuvshynov/slowllama")
@@ -204,7 +211,8 @@ class Running:
             self.group = _weights_steps.CGROUPS / f"penstock-weights-{os.getpid()}-{job['side']}"
             self.group.mkdir()
             (self.group / "memory.limit_in_bytes").write_text(str(self.limit))
-            job = {**job, "group": str(self.group)}
+        self.slowed = slowed(args, job["side"]) if args.disk_rate else None
+        job = {**job, "groups": [str(each) for each in self.groups()]}
         self.job = {**job, "stage": "measure"}
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in ``end``)
         self.process = started(self.job, self.errors)
@@ -257,11 +265,28 @@ class Running:
         self.errors.close()
         return problem
 
+    def groups(self):
+        return [each for each in (self.group, self.slowed) if each]
+
     def leave(self):
-        """Remove the control group."""
-        if self.group:
+        """Remove the control groups."""
+        for each in self.groups():
             time.sleep(0.2)
-            self.group.rmdir()
+            each.rmdir()
+
+
+def slowed(args, side):
+    """A new control group that limits what a side reads and writes, as its folder."""
+    number = os.stat(args.dir).st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    whole = device.parent if (device / "partition").exists() else device
+    group = DISK_GROUPS / f"penstock-weights-{os.getpid()}-{side}"
+    group.mkdir()
+    rate = parse_bandwidth(args.disk_rate, what="--disk-rate")
+    for way in ("read", "write"):
+        limit = f"{(whole / 'dev').read_text().strip()} {rate}"
+        (group / f"blkio.throttle.{way}_bps_device").write_text(limit)
+    return group
 
 
 def started(job, errors):
@@ -431,7 +456,7 @@ def planned(args):
 
 
 def child(job):
-    _weights_steps.enter(job.get("group"))
+    _weights_steps.enter(*job["groups"])
     if job["side"] == "raw":
         serve_raw(job["dir"])
         return

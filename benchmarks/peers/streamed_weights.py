@@ -40,7 +40,7 @@ def run(job, stdout):
     if job["stage"] == "prepare":
         side.prepare(job)
         return
-    _weights_steps.enter(job.get("group"))
+    _weights_steps.enter(*job["groups"])
     side(job).measure(stdout)
 
 
