@@ -27,12 +27,12 @@ MUTATIONS = $(ON_DEVICE); PYTHONPATH=$$PYTHONPATH:$(CURDIR)/tests $(PY) tests/de
 # how pytest shows arguments prints storages value by value, which takes minutes on this device
 DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 240 $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-.PHONY: help environment demo test test-all test-hosts test-places test-device test-device-all test-mutations lint format bench docs clean
+.PHONY: help environment demo test test-all test-hosts test-package test-places test-device test-device-all test-mutations lint format bench docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s "$$(printf '\t')"
 
-environment: $(VENV)/.base $(VENV)/.lint $(VENV)/.docs $(VENV)/.hosts $(VENV)/.device ## install what tests, lint and docs take
+environment: $(VENV)/.base $(VENV)/.lint $(VENV)/.docs $(VENV)/.hosts $(VENV)/.package $(VENV)/.device ## install what tests, lint and docs take
 
 demo: $(VENV)/.base ## train a network without and with Penstock, side by side, and a model larger than memory (six minutes)
 	$(PY) examples/demo.py
@@ -48,6 +48,9 @@ test-all: $(VENV)/.base ## the tests, slow ones, random ones and those for a GPU
 
 test-hosts: $(VENV)/.base $(VENV)/.hosts ## callbacks of Hugging Face and Lightning (installs both)
 	$(PYTEST) tests/hosts
+
+test-package: $(VENV)/.base $(VENV)/.package ## wheel and source distribution, both used in a fresh environment
+	$(PY) scripts/check_package
 
 test-places: $(VENV)/.base ## break each place that matters most: a test must notice
 	PYTHONPATH=$(CURDIR)/tests $(PY) tests/mutations/break_places.py
@@ -116,6 +119,10 @@ $(VENV)/.hosts: $(VENV)/hosts.txt constraints.txt
 	$(PIP) -r $<
 	@touch $@
 
+$(VENV)/.package: $(VENV)/package.txt constraints.txt
+	$(PIP) -r $<
+	@touch $@
+
 $(VENV)/.docs: $(VENV)/docs.txt constraints.txt
 	$(PIP) -r $<
 	@touch $@
@@ -128,4 +135,4 @@ $(DEVICE)/.built: $(VENV)/.base $(VENV)/.device $(wildcard tests/device/build.py
 	$(PY) tests/device/build.py $(DEVICE) --torch $(TORCH)
 	@touch $@
 
-.SECONDARY: $(VENV)/device.txt $(VENV)/test.txt $(VENV)/bench.txt $(VENV)/lint.txt $(VENV)/hosts.txt $(VENV)/docs.txt
+.SECONDARY: $(VENV)/device.txt $(VENV)/test.txt $(VENV)/bench.txt $(VENV)/lint.txt $(VENV)/hosts.txt $(VENV)/package.txt $(VENV)/docs.txt

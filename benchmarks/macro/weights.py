@@ -93,7 +93,7 @@ def main():
         child(json.loads(args.job))
         return
     _results.warn_if_busy()
-    foretold = planned(args) if args.machine else None
+    foretold = planned(args) if args.machine and not args.disk_rate else None
     with tempfile.TemporaryDirectory(dir=args.dir) as scratch:
         sides = {side: job_of(args, side, scratch) for side in args.sides}
         sides = {side: job for side, job in sides.items() if job and prepared(job)}

@@ -10,6 +10,9 @@ import functools
 import io
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +122,31 @@ def test_every_link_between_pages_leads_somewhere():
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page}: {target} does not exist"
+
+
+def first_commands():
+    """What ``docs/index.md`` begins with; those that train, for more than ten seconds, are slow."""
+    for _, _, text in blocks(ROOT / "docs" / "index.md", "console"):
+        command = text.strip().removeprefix("$ ")
+        trains = command.startswith(("penstock run", "torchrun", "penstock jobs"))
+        marks = [pytest.mark.slow] if trains else []
+        yield pytest.param(command, marks=marks, id=" ".join(command.split()[:3]))
+
+
+@pytest.mark.parametrize("command", list(first_commands()))
+def test_what_the_manual_begins_with_works_in_a_checkout(command, disk_path, monkeypatch):
+    for each in ("examples", "docs"):
+        shutil.copytree(ROOT / each, disk_path / each, ignore=shutil.ignore_patterns("_build"))
+    folder = Path(sys.executable).parent
+    monkeypatch.setenv("HOME", str(disk_path))
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    name, *arguments = command.split()
+    done = subprocess.run(
+        [folder / name, *arguments],
+        cwd=disk_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
