@@ -72,7 +72,10 @@ def forked(module):
     return Forked
 
 
-@pytest.mark.parametrize("what", ["fsdp2", "weights", pytest.param("ddp", marks=pytest.mark.slow)])
+SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in ("ddp", "fsdp2")]
+
+
+@pytest.mark.parametrize("what", ["weights", *SLOW])
 def test_ranks_go_on_after_one_step_with_the_bits_of_an_undisturbed_job(
     ranks_killed, disk_path, what
 ):
