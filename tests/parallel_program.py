@@ -4,7 +4,8 @@
 
 The settings are a JSON object: ``kind`` of parallelism, and ``flash``, what else than activations goes
 there: states of the optimizer (``"states"``), gradients too (``"gradients"``), weights with a plain
-optimizer (``"weights"``), weights and states (``"weights and states"``).
+optimizer (``"weights"``), weights and states (``"weights and states"``), all of these (``EVERYTHING``).
+With the last, ranks of odd numbers have another policy, so that plans differ.
 """
 
 import datetime
@@ -30,11 +31,12 @@ from offload_runs import session_in
 from penstock.core.units import KIB, MIB
 from penstock.observe.recorder import Stage
 from penstock.optim import gradients, on_flash
+from rank_runs import EVERYTHING
 
 WIDTH, BLOCKS, STEPS, MICRO_BATCHES = 64, 8, 3, 4
 ROWS = {"pipeline": 2048}
 """512 for other kinds."""
-FLOOR = {"weights": 8 * KIB, "weights and states": 8 * KIB}
+FLOOR = {"weights": 8 * KIB, "weights and states": 8 * KIB, EVERYTHING: 8 * KIB}
 """32 KiB for others."""
 BUDGET = {"pipeline": 2 * MIB, "tp": 3 * MIB // 2, "fsdp2+tp": 3 * MIB // 2}
 """5 MiB for other kinds."""
@@ -152,14 +154,14 @@ def train(kind, flash, place=None):
         session = session_in(
             place,
             job.model,
-            policy="auto",
+            policy="all" if flash == EVERYTHING and dist.get_rank() % 2 else "auto",
             codec="none",
             floor=FLOOR.get(flash, 32 * KIB),
             **homes,
             device_memory=BUDGET.get(kind, 5 * MIB),
         )
         if flash not in ("activations", "weights"):
-            limits = {"gradient_memory": 0} if flash == "gradients" else {}
+            limits = {"gradient_memory": 0} if "gradients" in flash else {}
             on_flash(optimizer, flash=place, tile=4096, **limits)
     bits = {}
     with session:
@@ -168,7 +170,7 @@ def train(kind, flash, place=None):
             features, wanted = torch.randn(2, ROWS.get(kind, 512), WIDTH, generator=data)
             for number, loss in enumerate(job.train(features, wanted)):
                 bits[f"step {step}, loss {number}"] = loss
-            if flash != "gradients":  # these wait on flash
+            if "gradients" not in flash:  # these wait on flash
                 for name, each in job.model.named_parameters():
                     bits[f"step {step}, gradient of {name}"] = local(each.grad).clone()
             optimizer.step()

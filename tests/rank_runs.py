@@ -8,6 +8,8 @@ import preloaded
 
 PATIENCE_S = 280
 """Long, because a busy machine is no failure."""
+EVERYTHING = "weights, states and gradients"
+"""What is on flash beside activations, for ``parallel_program.py``: all there is."""
 
 
 def environment_of(rank, world):

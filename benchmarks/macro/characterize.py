@@ -1,9 +1,11 @@
-"""The poster's experiment, twice: its nine networks at full size, and scaled down beside neighbours.
+"""The poster's experiment: nine networks at full size, scaled down beside neighbours, and by two ranks.
 
 ``full``: the published networks, saved in three ways, with nothing beside them: what a checkpoint every
 100 steps holds training up. ``scaled``: a quarter of depths and widths, three epochs, with copies and
-programs beside each job. Each network is a part (``--parts``), so that several sittings, each ended by
-``--limit``, make one result; the parts are put together as ``penstock characterize --merge`` does.
+programs beside each job. ``ddp`` and ``pipeline``: a quarter too, one epoch, some of the networks, each
+trained by two processes with nothing beside them. Each network is a part (``--parts``), so that several
+sittings, each ended by ``--limit``, make one result; the parts are put together as
+``penstock characterize --merge`` does.
 
     python benchmarks/macro/characterize.py --dir /nvme/scratch --parts parts.jsonl --limit 200
 """
@@ -26,7 +28,11 @@ from penstock.report.table import to_text
 ASKED = {
     "full": {"scale": 1.0, "epochs": 1, "steps": 3, "colocate": 0},
     "scaled": {"scale": 0.25, "epochs": 3, "colocate": 1},
+    "ddp": {"scale": 0.25, "epochs": 1, "colocate": 0, "parallel": "ddp"},
+    "pipeline": {"scale": 0.25, "epochs": 1, "colocate": 0, "parallel": "pipeline"},
 }
+BY_RANKS = ("bert-base", "gpt2", "resnet18", "alexnet")
+"""Networks that two processes train."""
 LAST = "bert-large"
 """It takes longest, and is measured when the others are."""
 
@@ -53,7 +59,7 @@ def main():
                 parts.get(
                     f"{what} {name}", lambda name=name, what=what: measure(what, name, options)
                 )
-                for name in sorted(NETWORKS, key=lambda name: name == LAST)
+                for name in sorted(networks_of(what), key=lambda name: name == LAST)
             ]
         except OutOfTimeError:
             print(f"{what}: time is up; go on with the same --parts")
@@ -61,7 +67,8 @@ def main():
         made = merge(found)
         name = f"characterize_{what}"
         _results.write(name, made, ASKED[what], directory=options.dir, into=options.into)
-        plot(made, Path(options.into) / f"{name}.svg")
+        if "parallel" not in ASKED[what]:
+            plot(made, Path(options.into) / f"{name}.svg")
         page = _results.ROOT / "docs" / f"{name}_table.md"
         page.write_text(HEAD + markdown(table(made)), encoding="utf-8")
         print(to_text(table(made)), end="\n\n")
@@ -79,6 +86,10 @@ def markdown(page):
         elif str(part):
             lines += [str(part), ""]
     return "\n".join(lines)
+
+
+def networks_of(what):
+    return BY_RANKS if "parallel" in ASKED[what] else NETWORKS
 
 
 def measure(what, name, options):
