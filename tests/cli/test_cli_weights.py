@@ -113,7 +113,7 @@ def test_import_writes_aligned_files_of_any_type_and_size(
     arguments = ["--type", dtype] if dtype else []
     code, text = outcome(capsys, "import", folder, target, "--shard", shard, *arguments)
     assert code == 0
-    assert "model" in text.out
+    assert "model" in text.out.replace("\n", "")  # long paths are wrapped
     found = tensors_of(target)
     assert found.keys() == tensors.keys()
     for name, each in tensors.items():

@@ -125,11 +125,11 @@ def test_every_link_between_pages_leads_somewhere():
 
 
 def first_commands():
-    """What ``docs/index.md`` begins with; those that train, for more than ten seconds, are slow."""
+    """What ``docs/index.md`` begins with; what takes more than ten seconds is slow."""
     for _, _, text in blocks(ROOT / "docs" / "index.md", "console"):
         command = text.strip().removeprefix("$ ")
-        trains = command.startswith(("penstock run", "torchrun", "penstock jobs"))
-        marks = [pytest.mark.slow] if trains else []
+        long = command.startswith(("penstock run", "torchrun", "penstock jobs", "penstock plan"))
+        marks = [pytest.mark.slow] if long else []
         yield pytest.param(command, marks=marks, id=" ".join(command.split()[:3]))
 
 

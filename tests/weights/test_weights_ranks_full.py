@@ -1,5 +1,7 @@
 """One rank's flash is full: that rank says so, the others do not hang, and no weight is lost."""
 
+from pathlib import Path
+
 import pytest
 from test_weights_ranks import HELP
 
@@ -114,7 +116,8 @@ os._exit(0)
 def test_weights_that_a_full_device_does_not_take_stay_in_memory_and_ranks_go_on(disk_path):
     rank_programs.run(
         disk_path,
-        FULL
+        f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        + FULL
         + """
 from weights_rig import scripted
 
