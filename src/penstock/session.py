@@ -31,7 +31,7 @@ from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.clients import WEIGHTS, close_account, open_account
-from penstock.observe.counters import REFUSED, SESSION
+from penstock.observe.counters import REFUSED, SAVED_TENSORS, SESSION
 from penstock.observe.recorder import Recorder
 from penstock.observe.suggestion import Suggestion
 from penstock.plan.machine import Budgets, Machine
@@ -44,7 +44,7 @@ from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
 from penstock.runtime.inspection import SessionState, tier_state
 from penstock.runtime.loader_demand import LoaderReads, Loaders
-from penstock.runtime.memory_limit import SAVED_TENSORS, MemoryLimit
+from penstock.runtime.memory_limit import MemoryLimit
 from penstock.runtime.planner import Planner, PlannerSettings
 from penstock.runtime.probe import Meeting
 from penstock.runtime.stores import Stores, check_device_codec, ranks_on_flash
@@ -54,9 +54,11 @@ from penstock.store.engine import share_flash
 
 if TYPE_CHECKING:
     from penstock.observe.job_summary import JobSummary
+    from penstock.observe.log import EventLog
     from penstock.observe.rss import RssSampler
     from penstock.observe.summary import RunFacts, Summary
     from penstock.runtime.cuda.mover import CudaMover
+    from penstock.runtime.holdings import HoldingsSample
     from penstock.runtime.rank_store import RankStore
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
@@ -126,6 +128,7 @@ class Session:
         self._loaders = Loaders()
         self._interrupts = LostInterrupts()
         self._rss: RssSampler | None = None
+        self._holdings: HoldingsSample | None = None
         self._suggested: tuple[Profile | None, Suggestion | None] = (None, None)
         self._device = _device_named(config.device) if config.device else _device_of(model)
         self._rank = rank()
@@ -234,12 +237,15 @@ class Session:
             self._device = torch.device(kind, torch.get_device_module(kind).current_device())
         if config.event_log is not None:
             from penstock.observe.log import EventLog  # noqa: PLC0415  (few runs have a log)
+            from penstock.runtime.holdings import HoldingsSample  # noqa: PLC0415
 
             self.recorder.log = EventLog(
                 path_of_rank(config.event_log),
                 file_bytes=config.event_log_bytes,
                 files=config.event_log_files,
             )
+            self._holdings = HoldingsSample(host_account())
+            self.recorder.log.sample = self._holdings
         if config.sample_rss:
             from penstock.observe.rss import RssSampler  # noqa: PLC0415
 
@@ -532,6 +538,8 @@ class Session:
         with ExitStack() as stack:
             if self.config.flash_by_rank:
                 stack.callback(share_flash, None)
+            if self._holdings is not None:
+                stack.callback(self._holdings.close)
             if self.recorder.log is not None:
                 stack.callback(self.recorder.log.close)
             if self._rss is not None:
@@ -586,12 +594,23 @@ class Session:
             self._weights.end_step()
         if self.devices.end_step():
             self._attachment.follow()
+        if self.recorder.log is not None and self._steps == 1:
+            self._log_model(self.recorder.log)
         self.recorder.end_step()
         self._interrupts.raise_lost()
         if self.on_step is not None:
             self.on_step()
         self.recorder.begin_step(self._steps)
         self.recorder.raise_warning()
+
+    def _log_model(self, log: EventLog) -> None:
+        """Write to the event log what the program's own tensors take."""
+        from penstock.hooks.model_memory import model_memory  # noqa: PLC0415  (few runs have a log)
+        from penstock.observe.records import MODEL  # noqa: PLC0415
+
+        protected = self._attachment.protected
+        found = model_memory(protected.modules, protected.optimizers)
+        log.write(MODEL, {"t_ns": self.recorder.clock.now_ns(), **found})
 
     @property
     def plan(self) -> Plan | None:

@@ -139,3 +139,42 @@ def test_a_rotated_log_says_what_its_beginning_lacks(tmp_path, capsys, whole):
     have = "totals include them" if whole else "totals do not include them"
     assert f"its first {files} files are missing" in out
     assert f"events of the first {steps} steps; {have}" in out
+
+
+def test_a_page_is_written_and_the_exit_code_is_that_of_the_log(log, tmp_path, capsys):
+    path, whole = log
+    target = tmp_path / "run.html"
+    assert main(["report", str(path), "--html", str(target)]) == (0 if whole else 1)
+    out, err = capsys.readouterr()
+    page = target.read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "open it in a browser" in out
+    assert str(target) in out.replace("\n", "")
+    assert ("covers only its 1 steps" in err) == (not whole)
+    main(["report", str(path), "--json", "--html", str(target)])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["page"], found["bytes"]) == (str(target), len(page.encode()))
+
+
+def test_a_page_has_each_rank_and_runs_of_one_process_too(tmp_path, capsys):
+    target = tmp_path / "ranks.html"
+    paths = [*rank_logs(tmp_path, [0, 1]), *rank_logs(tmp_path, [None])]
+    assert main(["report", *paths, "--html", str(target)]) == 1
+    capsys.readouterr()
+    data = target.read_text().split('id="data">')[1].split("</script>")[0]
+    assert [run["summary"]["rank"] for run in json.loads(data)["runs"]] == [None, 1, None]
+
+
+def test_what_no_page_can_be_made_of_or_written_to_is_refused(log, tmp_path, capsys):
+    path, whole = log
+    assert main(["report", str(path), "--html", str(path)]) == 2
+    assert "is the log of the run; name another file" in capsys.readouterr().err
+    assert main(["report", str(path), "--html", str(tmp_path / "none" / "run.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    summary = tmp_path / "summary.json"
+    recorder = Recorder(clock=ManualClock())
+    facts = RunFacts(policy="auto", device="cpu", budget_bytes=None)
+    summary.write_text(json.dumps(summarize(recorder.snapshot(), facts).to_json()))
+    assert main(["report", str(summary), "--html", str(tmp_path / "run.html")]) == 2
+    assert "is a summary, which has no events to draw" in capsys.readouterr().err
+    assert not (tmp_path / "run.html").exists()

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import textwrap
 import threading
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,10 +20,10 @@ import preloaded
 from penstock.core.errors import ConfigError, PenstockWarning, TransferError
 from penstock.observe import log as log_module
 from penstock.observe.clock import ManualClock
-from penstock.observe.events import Level, Stage
+from penstock.observe.events import LEVEL, Level, Stage
 from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder
-from penstock.observe.records import read_events, read_log
+from penstock.observe.records import log_files, read_events, read_log
 from tries import tries
 
 
@@ -393,3 +395,46 @@ def test_a_rotation_that_fails_warns_once_and_recording_goes_on(path, monkeypatc
 def _eventually(condition) -> bool:
     pause = threading.Event()
     return any(condition() or pause.wait(0.01) for _ in range(500))
+
+
+def fill(log):
+    """Write events of some 15 kB."""
+    for _ in range(300):
+        log.append((LEVEL, 1, "device", 1))
+        assert log.flush()
+
+
+def test_each_file_has_the_latest_plan_of_each_device_unless_it_fills_the_file(path):
+    with EventLog(path, file_bytes=4000, files=100) as log:
+        for device, policy in (("cpu", "first"), ("cpu", "second"), ("cuda:0", "other")):
+            log.write("plan", {"device": device, "policy": policy, "slots": []})
+        fill(log)
+        log.write("plan", {"device": "cpu", "policy": "large", "slots": ["x" * 3000]})
+        fill(log)
+    heads = [Path(name).read_text().splitlines()[:3] for name in log_files(path)]
+    plans = [[json.loads(line).get("policy") for line in head[1:]] for head in heads]
+    assert plans[1] == ["second", "other"]
+    assert plans[-1] == [None, None]  # too large to be repeated
+
+
+def test_samples_are_taken_by_the_thread_of_the_log_a_few_times_a_second(path):
+    clock, threads = ManualClock(), set()
+
+    def sample():
+        threads.add(threading.current_thread().name)
+        return {"owners": {"optimizer": 7}, "limit_bytes": None, "process_bytes": 9}
+
+    with EventLog(path, clock=clock) as log:
+        log.sample = sample
+        recorder = Recorder(clock=clock, log=log)
+        for index in range(50):
+            recorder.begin_step(index)
+            clock.advance(10**7)
+            recorder.end_step()
+            log.flush()
+    found = [record for record in read_log(path) if record["kind"] == "holdings"]
+    assert found
+    assert {(each["owners"]["optimizer"], each["process_bytes"]) for each in found} == {(7, 9)}
+    times = [each["t_ns"] for each in found]
+    assert all(after - before >= 2 * 10**8 for before, after in pairwise(times))
+    assert threads == {"penstock-log"}

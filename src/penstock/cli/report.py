@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -11,7 +12,9 @@ from rich.text import Text
 from penstock import __version__
 from penstock.cli.command import new_parser
 from penstock.cli.output import print_result, say
+from penstock.cli.paths import file_to_write, write_file
 from penstock.core.errors import ConfigError
+from penstock.core.units import format_bytes
 from penstock.observe.job_summary import JobSummary, joined, rank_line
 from penstock.observe.summary_text import render
 from penstock.report.run_file import FinishedRun, read_run
@@ -22,6 +25,7 @@ examples:
   penstock report run.jsonl
   penstock report run.jsonl --json
   penstock report run.rank0.jsonl run.rank1.jsonl
+  penstock report run.jsonl --html run.html
 
 The exit code is 0, or 1 for an incomplete log, or 2 for a file that is not of a run."""
 
@@ -33,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         "Print the summary of a run: memory, traffic by tier, stalls by cause, decisions of"
         " the plan,\nand its prediction beside the measurement. Of several files, a line for each rank.",
         examples=_EXAMPLES,
-        usage="penstock report RUN [RUN ...] [--json]",
+        usage="penstock report RUN [RUN ...] [--json] [--html FILE]",
         execute=execute,
     )
     made.add_argument(
@@ -41,6 +45,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="RUN",
         nargs="+",
         help="an event log, or what `penstock run --json` printed; of a job, those of its ranks",
+    )
+    made.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a page with pictures of event logs, which a browser opens without a network;"
+        " several logs stand side by side",
     )
     return made
 
@@ -51,8 +61,9 @@ def execute(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: The file is not of a run, or of another version.
     """
-    runs = [read_run(each) for each in options.runs]
-    if len(runs) == 1:
+    if options.html is not None:
+        runs = _write_page(options)
+    elif len(runs := [read_run(each) for each in options.runs]) == 1:
         print_result(options.json, lambda: document(runs[0]), lambda: text(runs[0]))
     else:
         job = _job(options.runs, runs)
@@ -64,6 +75,25 @@ def execute(options: argparse.Namespace) -> int:
                 f" {run.summary.steps} steps"
             )
     return 0 if all(run.complete for run in runs) else 1
+
+
+def _write_page(options: argparse.Namespace) -> list[FinishedRun]:
+    """Write the page, and print where it is. Raises ConfigError if it cannot be written."""
+    from penstock.report.page import page_of  # noqa: PLC0415  (loads NumPy)
+
+    target = file_to_write(options.html, "--html")
+    for each in options.runs:
+        if os.path.exists(target) and os.path.exists(each) and os.path.samefile(target, each):
+            raise ConfigError(f"--html: {target!r} is the log of the run; name another file")
+    page, runs = page_of(options.runs)
+    write_file(target, page, "--html")
+    size = len(page.encode())
+    print_result(
+        options.json,
+        lambda: {"schema": 1, "penstock": __version__, "page": target, "bytes": size},
+        lambda: Text(f"{target}: {format_bytes(size)}; open it in a browser"),
+    )
+    return runs
 
 
 def _job(paths: list[str], runs: list[FinishedRun]) -> JobSummary:

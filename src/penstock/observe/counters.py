@@ -1,4 +1,4 @@
-"""Names of counters and marks that both the code that counts and the summary use."""
+"""Names of counters, marks and owners that both the code that counts and reports use."""
 
 from __future__ import annotations
 
@@ -16,3 +16,5 @@ REFUSED: Final = "budget.refused"
 """Tensors that did not fit the device budget: each raised a BudgetError."""
 SESSION: Final = "session"
 """Mark of a session's beginning, with the fields of ``RunFacts`` that are known then."""
+SAVED_TENSORS: Final = "saved tensors"
+"""Owner of saved tensors in the host account."""

@@ -24,7 +24,7 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from penstock.core.errors import PenstockWarning, TransferError, transfer_error
@@ -35,7 +35,7 @@ from penstock.observe.clock import Clock, RealClock
 from penstock.observe.counters import SESSION
 from penstock.observe.events import MARK, RawEvent
 from penstock.observe.forecast import PREDICTION
-from penstock.observe.records import FinalSummary, header_record, line_of, record_of
+from penstock.observe.records import HOLDINGS, PLAN, header_record, line_of, record_of
 from penstock.observe.totals import StepTotals
 
 MAX_PENDING: Final = 100_000
@@ -49,12 +49,14 @@ _STANDING: Final = (SESSION, PREDICTION)
 _BATCH: Final = 64
 """Events per write: 10 KB, and about 0.2 ms of the GIL."""
 _POLL_S: Final = 0.2
+_MOST_OF_FILE: Final = 4
+"""Divisor of a file's limit: plans that take more than this part are not repeated in each file."""
 _PATIENCE_S: Final = 10.0
 """Time limit of ``flush`` and ``close`` for the disk."""
 
 _FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
 
-_Entry = RawEvent | StepTotals | FinalSummary | threading.Event
+_Entry = RawEvent | StepTotals | dict[str, Any] | threading.Event
 
 
 class EventLog:
@@ -68,6 +70,8 @@ class EventLog:
     Attributes:
         path: Path of the file.
         lost: Number of events dropped because the disk did not keep up.
+        sample: Returns the fields of a line of kind ``holdings``; called by the writer's thread, at most
+            five times a second. ``None``: there are no such lines.
     """
 
     def __init__(
@@ -91,6 +95,9 @@ class EventLog:
         """
         self.path = os.fspath(path)
         self.lost = 0
+        self.sample: Callable[[], Mapping[str, Any]] | None = None
+        self._clock: Clock = RealClock() if clock is None else clock
+        self._next_sample_ns = 0
         self._pending: deque[_Entry] = deque()
         self._wake = threading.Event()
         self._writing = True
@@ -104,10 +111,11 @@ class EventLog:
         self._number = 0
         self._file_bytes = 0
         self._standing: dict[str, dict[str, Any]] = {}
+        self._plans: dict[str, dict[str, Any]] = {}
         self._fd = _open(self.path)
         release_in_child(self, EventLog._abandon)
         atexit.register(self.close)
-        self._header = header_record(RealClock() if clock is None else clock)
+        self._header = header_record(self._clock)
         self._thread = threading.Thread(target=self._run, name="penstock-log", daemon=True)
         self._thread.start()
 
@@ -132,10 +140,14 @@ class EventLog:
             self._wake.set()
         self._warn_of_failure()
 
+    def write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Queue a line that is no event, with plain values. Returns at once."""
+        if self._writing:
+            self._pending.append({"kind": kind, **fields})
+
     def conclude(self, summary: Mapping[str, Any]) -> None:
         """Queue a session's summary at its end. Returns at once."""
-        if self._writing:
-            self._pending.append(FinalSummary(summary))
+        self.write("summary", {"summary": dict(summary)})
 
     def flush(self) -> bool:
         """Wait up to ten seconds until the operating system has all that was appended.
@@ -182,6 +194,7 @@ class EventLog:
                 self._wake.wait(_POLL_S)
                 self._wake.clear()
                 self._drain()
+                self._take_sample()
             self._drain()
             self._write([{"kind": "end"}])
         finally:
@@ -198,14 +211,27 @@ class EventLog:
                     reached.append(entry)
                 else:
                     records.append(record_of(entry))
-                    if type(entry) is tuple and entry[0] == MARK and entry[2] in _STANDING:
-                        self._standing[entry[2]] = records[-1]
+                    self._keep_standing(entry, records[-1])
             if self.lost > self._reported_lost:
                 records.append({"kind": "lost", "count": self.lost - self._reported_lost})
                 self._reported_lost = self.lost
             self._write(records)
             for event in reached:
                 event.set()
+
+    def _keep_standing(self, entry: _Entry, record: dict[str, Any]) -> None:
+        """Keep what is repeated in each file."""
+        if type(entry) is tuple and entry[0] == MARK and entry[2] in _STANDING:
+            self._standing[entry[2]] = record
+        elif record["kind"] == PLAN:
+            self._plans[record["device"]] = record
+
+    def _take_sample(self) -> None:
+        now_ns = self._clock.now_ns()
+        if self.sample is None or now_ns < self._next_sample_ns:
+            return
+        self._next_sample_ns = now_ns + int(_POLL_S * 1e9)
+        self._write([{"kind": HOLDINGS, "t_ns": now_ns, **self.sample()}])
 
     def _write(self, records: list[dict[str, Any]]) -> None:
         if self._error is not None or not records:
@@ -237,7 +263,10 @@ class EventLog:
         self._file_bytes = 0
         marks = list(self._standing.values())
         header = self._header | {"file": self._number, "marks": marks}
-        self._put(line_of(header).encode())
+        plans = "".join(map(line_of, self._plans.values()))
+        if len(plans) > self._file_limit_bytes // _MOST_OF_FILE:
+            plans = ""
+        self._put((line_of(header) + plans).encode())
 
     # -- private ----------------------------------------------------------------------------------
 

@@ -4,21 +4,27 @@ A rotated log is read from its oldest file on (see [Note: rotated logs]).
 
 Every line has a ``kind``; times are nanoseconds of the recorder's clock, sizes are bytes:
 
-=========== ===================================================================================
-``kind``    further fields
-=========== ===================================================================================
-``header``  ``schema`` (1), ``t_ns`` and ``unix_ns`` (one moment on both clocks), ``pid``, ``file``
-            (the number of this file of the log, from 0); from the second file on ``marks``: the
-            latest lines of kind ``mark`` that describe the run
-``span``    ``stage``, ``t_ns`` (its start), ``dur_ns``, ``nbytes``, ``tier``, ``slot``, ``cause``
-``level``   ``t_ns``, ``memory``, ``nbytes``
-``mark``    ``t_ns``, ``name``, ``fields`` (an object)
-``step``    ``index``, and the totals of the step: ``t_ns``, ``dur_ns``, ``flows``, ``stalls``,
-            ``counters``, ``memory`` (see ``Totals.to_json``)
-``lost``    ``count``: events dropped here because the disk did not keep up
-``summary`` ``summary``: the session's summary at its end (see ``Summary.to_json``)
-``end``     none: the log was closed properly
-=========== ===================================================================================
+============ ===================================================================================
+``kind``     further fields
+============ ===================================================================================
+``header``   ``schema`` (1), ``t_ns`` and ``unix_ns`` (one moment on both clocks), ``pid``, ``file``
+             (the number of this file of the log, from 0); from the second file on ``marks``: the
+             latest lines of kind ``mark`` that describe the run
+``span``     ``stage``, ``t_ns`` (its start), ``dur_ns``, ``nbytes``, ``tier``, ``slot``, ``cause``
+``level``    ``t_ns``, ``memory``, ``nbytes``
+``mark``     ``t_ns``, ``name``, ``fields`` (an object)
+``step``     ``index``, and the totals of the step: ``t_ns``, ``dur_ns``, ``flows``, ``stalls``,
+             ``counters``, ``memory`` (see ``Totals.to_json``)
+``plan``     ``t_ns``, ``device``, ``policy``, ``left_out``, ``passes``, ``slots``: what the plan that
+             is in force from now on does with each slot, and why (see ``runtime.plan_record``)
+``holdings`` ``t_ns``, ``owners`` (bytes of host memory by owner), ``limit_bytes`` (of all owners, or
+             ``null``), ``process_bytes`` (the process's memory that is no page of a file)
+``model``    ``t_ns``, ``weights_bytes``, ``gradients_bytes``, ``states_bytes``: the program's own
+             memory at the end of the first step
+``lost``     ``count``: events dropped here because the disk did not keep up
+``summary``  ``summary``: the session's summary at its end (see ``Summary.to_json``)
+``end``      none: the log was closed properly
+============ ===================================================================================
 """
 
 from __future__ import annotations
@@ -27,7 +33,6 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError
@@ -37,17 +42,13 @@ from penstock.observe.events import Event, Level, Mark, RawEvent, Span, typed
 from penstock.observe.totals import StepTotals, step_from_json
 
 SCHEMA: Final = 1
+PLAN: Final = "plan"
+HOLDINGS: Final = "holdings"
+MODEL: Final = "model"
 MOST_HEADER_BYTES: Final = 1 << 16
 """Maximum length of a first line that is read as a header."""
 _SAME_RUN: Final = ("t_ns", "unix_ns", "pid")
 """Fields of the header that all files of a run share."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinalSummary:
-    """A session's summary at its end, for the log."""
-
-    summary: Mapping[str, Any]
 
 
 def read_log(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -155,10 +156,10 @@ def header_record(clock: Clock) -> dict[str, Any]:
     }
 
 
-def record_of(entry: RawEvent | StepTotals | FinalSummary) -> dict[str, Any]:
-    """Return the record of one event, of the totals of a step, or of the summary."""
-    if isinstance(entry, FinalSummary):
-        return {"kind": "summary", "summary": dict(entry.summary)}
+def record_of(entry: RawEvent | StepTotals | dict[str, Any]) -> dict[str, Any]:
+    """Return the record of one event or of the totals of a step; a record as it is."""
+    if isinstance(entry, dict):
+        return entry
     if isinstance(entry, StepTotals):
         return {"kind": "step", "index": entry.index, **entry.totals.to_json()}
     event = typed(entry)

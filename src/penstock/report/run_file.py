@@ -10,6 +10,7 @@ import dataclasses
 import os
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
@@ -52,8 +53,16 @@ class FinishedRun:
     """Number of steps in the missing files."""
 
 
-def read_run(path: str | os.PathLike[str]) -> FinishedRun:
+Observer = Callable[[dict[str, Any], str], None]
+"""Called with each record of a log, and its place."""
+
+
+def read_run(path: str | os.PathLike[str], *, observer: Observer | None = None) -> FinishedRun:
     """Read a run's file.
+
+    Args:
+        path: Path of the file; of a rotated log, of its last file.
+        observer: Sees each record of an event log as well; none of a summary.
 
     Raises:
         ConfigError: The file cannot be read, is neither kind, is of another version, is damaged, or has
@@ -67,7 +76,7 @@ def read_run(path: str | os.PathLike[str]) -> FinishedRun:
             raise ConfigError(f"{where} is compressed; is it a trace? {_WANTED}")
         header = _header(first)
         if header is not None:
-            return _from_log(where, header)
+            return _from_log(where, header, observer)
         text = read_text(where)
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from error
@@ -103,7 +112,7 @@ class _Gathered:
     ended: bool = False
 
 
-def _from_log(where: str, header: dict[str, Any]) -> FinishedRun:
+def _from_log(where: str, header: dict[str, Any], observer: Observer | None) -> FinishedRun:
     if header.get("schema") != records.SCHEMA:
         raise ConfigError(
             f"{where} is an event log of schema {header.get('schema')!r}, but this version of Penstock"
@@ -112,6 +121,8 @@ def _from_log(where: str, header: dict[str, Any]) -> FinishedRun:
     found = _Gathered()
     for place, record in placed_records(where):
         _gather(found, record, place)
+        if observer is not None:
+            observer(record, place)
     run = partial(
         FinishedRun, LOG, lost_events=found.lost_events, missing_files=found.missing_files
     )

@@ -19,6 +19,7 @@ from penstock.core.memory import ProcessMemory, usable_memory
 from penstock.core.ranks import local_processes
 from penstock.core.units import MIB, format_bytes, round_down
 from penstock.io.pages import free_heap_bytes, return_freed_blocks, trim_heap
+from penstock.observe.counters import SAVED_TENSORS
 from penstock.observe.recorder import Recorder
 from penstock.observe.summary_values import HostMemoryUse, OwnerLine
 from penstock.runtime.allowance import (
@@ -34,8 +35,6 @@ from penstock.runtime.probe import MEASUREMENT
 from penstock.store.account import Account, host_account
 from penstock.store.heap import heap_is_better
 
-SAVED_TENSORS: Final = "saved tensors"
-"""Owner of saved tensors in the host account."""
 _LEAST_WITH_CODECS_BYTES: Final = 512 * MIB
 """Limit from which on codecs are used where the process is limited: Numba takes some 120 MiB."""
 _LOOK_AGAIN_NS: Final = 10**9

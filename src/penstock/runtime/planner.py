@@ -272,6 +272,7 @@ class Planner:
             device=self._settings.device,
         )
         self._foresee(profile)
+        self._log_plan(profile)
 
     def _without_codecs_ns(self, request: PolicyRequest, plan: Plan) -> int:
         """Return the time of a pass without the codecs of a device's plan; 0 if it has none."""
@@ -307,7 +308,9 @@ class Planner:
         if record.index <= FULL_PASSES and not record.kept_bytes and not self._known.like(record):
             self._known.remember(record, self.orders)  # each kind is replayed once
             self.machine = self._loaders.left_of(self._settings.machine)
-            self._foresee(self._known.profile(self._unrepeatable))
+            profile = self._known.profile(self._unrepeatable)
+            self._foresee(profile)
+            self._log_plan(profile)
         self._improve(record)
 
     # -- under either -----------------------------------------------------------------------------
@@ -401,6 +404,16 @@ class Planner:
         self.foreseen = _forecast(profile, self.plan, self.machine, since_ns=now_ns)
         if self.foreseen is not None:
             self._recorder.mark(PREDICTION, **self.foreseen.to_fields())
+
+    def _log_plan(self, profile: Profile) -> None:
+        """Write to the event log, if there is one, what the plan does with each slot."""
+        log, plan = self._recorder.log, self.plan
+        if log is not None and plan is not None:
+            from penstock.observe.records import PLAN  # noqa: PLC0415  (few runs have a log)
+            from penstock.runtime.plan_record import plan_fields  # noqa: PLC0415
+
+            fields = {"device": self._settings.device, **plan_fields(plan, profile)}
+            log.write(PLAN, {"t_ns": self._recorder.clock.now_ns(), **fields})
 
 
 def _asks(orders: Orders) -> tuple[object, ...]:
