@@ -166,7 +166,7 @@ def test_a_page_has_each_rank_and_runs_of_one_process_too(tmp_path, capsys):
 
 
 def test_what_no_page_can_be_made_of_or_written_to_is_refused(log, tmp_path, capsys):
-    path, whole = log
+    path, _ = log
     assert main(["report", str(path), "--html", str(path)]) == 2
     assert "is the log of the run; name another file" in capsys.readouterr().err
     assert main(["report", str(path), "--html", str(tmp_path / "none" / "run.html")]) == 2

@@ -174,6 +174,16 @@ def test_the_pictures_and_tables_are_those_of_the_log(tmp_path, path):
         assert row[0] == (format_bytes(line["nbytes"]), str(line["nbytes"]))
     assert "% of the" in root.one("section", id="wear").text
 
+    (own,) = (record for record in records if record["kind"] == "model")
+    layers = {
+        area.attributes["data-name"]: area.attributes["data-highest"]
+        for area in root.one("figure", data_process="run.jsonl").all("path", class_="area")
+    }
+    assert layers["gradients"] == str(own["gradients_bytes"])
+    assert root.table("The program's own tensors")["weights and buffers"][0][1] == str(
+        own["weights_bytes"]
+    )
+
     owners = {line["owner"]: line["peak_bytes"] for line in summary["host"]["owners"]}
     held = root.table("Most that each owner has held")["saved tensors"][0]
     assert held == (format_bytes(peak), str(owners["saved tensors"]))

@@ -51,6 +51,7 @@ from penstock.swap.pending_signals import PendingSignals, listen_to_manager
 
 if TYPE_CHECKING:
     from penstock.api import Session
+    from penstock.cli.live_status import LiveStatus
     from penstock.observe.job_summary import JobSummary
 
 _EXAMPLES: Final = """\
@@ -191,6 +192,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="continue the suspended run in the directory of --state, with the same bits",
     )
+    made.add_argument(
+        "--live",
+        action="store_true",
+        help="show steps, memory, transfers and waits while the script runs: in the last lines of a"
+        " terminal, else as a line on standard error every 10 s at most",
+    )
     made.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto at the end")
     made.add_argument("--event-log", metavar="FILE", help="write every event as JSON lines")
     made.add_argument(
@@ -232,6 +239,7 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
         listen_to_manager()
         drop_output_if_full()
     lifecycle.resume_arguments = _resume_arguments(options, words)
+    lifecycle.is_live = options.live and rank() in (None, 0)
     if options.json:
         lifecycle.answer = _take_stdout()
     return lambda: _run(program, lifecycle)
@@ -289,6 +297,7 @@ class _RunLifecycle:
         channel: Channel to the manager of jobs, if there is one.
         resume_arguments: Arguments of the resume record; ``None`` for no record.
         pending: Handler of signals until the session is open.
+        is_live: True to show figures while the script runs.
         code: Exit code, once it is known.
         failure: Message of the error of Penstock that has ended the script.
     """
@@ -306,6 +315,8 @@ class _RunLifecycle:
         self.channel: JobEnd | None = None
         self.resume_arguments: dict[str, Any] | None = None
         self.pending: PendingSignals | None = None
+        self.is_live = False
+        self._live: LiveStatus | None = None
         self._resume_record: Any = None
         self.code = 0
         self.failure: str | None = None
@@ -367,6 +378,8 @@ class _RunLifecycle:
             record=self._resume_record,
             pending=self.pending,
         )
+        if self.is_live:
+            self._live = importlib.import_module("penstock.cli.live_status").LiveStatus(session)
         # registered before functions that the script registers from now on, so that it runs after them
         atexit.unregister(self.finish)
         atexit.register(self.finish)
@@ -376,6 +389,7 @@ class _RunLifecycle:
         if self._guard.in_child:
             return
         for act in (
+            self._end_live,
             self._write_trace,
             self._report_summary,
             self._close,
@@ -386,6 +400,10 @@ class _RunLifecycle:
                 act()
             except (PenstockError, OSError, ValueError) as error:
                 say(f"error: at the end of the run: {error}")
+
+    def _end_live(self) -> None:
+        if self._live is not None:
+            self._live.close()
 
     def _write_trace(self) -> None:
         if self._session is None or self._trace is None:

@@ -20,17 +20,17 @@ def metrics(totals: Totals, steps: Sequence[StepTotals]) -> dict[str, float]:
     found = {
         "step_s": last.elapsed_ns / 1e9,
         "stall_s": last.stall_ns / 1e9,
-        "copied_out_bytes": _moved(last, Stage.COPY_OUT),
-        "copied_in_bytes": _moved(last, Stage.COPY_IN),
-        "flash_written_bytes": _moved(last, Stage.WRITE),
-        "flash_read_bytes": _moved(last, Stage.READ),
-        "flash_written_total_bytes": _moved(totals, Stage.WRITE),
+        "copied_out_bytes": moved_bytes(last, Stage.COPY_OUT),
+        "copied_in_bytes": moved_bytes(last, Stage.COPY_IN),
+        "flash_written_bytes": moved_bytes(last, Stage.WRITE),
+        "flash_read_bytes": moved_bytes(last, Stage.READ),
+        "flash_written_total_bytes": moved_bytes(totals, Stage.WRITE),
     }
     found |= {f"{name}_peak_bytes": use.peak_bytes for name, use in last.memory.items()}
     return {f"penstock/{name.replace(' ', '_')}": float(value) for name, value in found.items()}
 
 
-def _moved(totals: Totals, stage: Stage) -> int:
+def moved_bytes(totals: Totals, stage: Stage) -> int:
     """Return the bytes of a stage; for flash those of every client."""
     on_flash = stage in (Stage.WRITE, Stage.READ)
     return sum(

@@ -85,7 +85,7 @@ def _run_data(name: str, run: FinishedRun, events: RunEvents) -> dict[str, Any]:
 
 def _edges(events: RunEvents) -> npt.NDArray[np.int64]:
     """Return the ends of the parts, in nanoseconds of the log's clock."""
-    length_ns = max(1, events.end_ns - events.start_ns)
+    length_ns = max(PARTS, events.end_ns - events.start_ns)
     return events.start_ns + (np.arange(PARTS + 1) * length_ns) // PARTS
 
 
@@ -143,6 +143,7 @@ def _process(events: RunEvents, edges: npt.NDArray[np.int64]) -> dict[str, Any]:
         "highest": highest(events.process, edges) if sampled else [],
         "peak_bytes": max(events.process.nbytes) if sampled else 0,
         "model": dict(events.model),
+        "model_s": max(0, events.model_ns - events.start_ns) / 1e9,
     }
 
 

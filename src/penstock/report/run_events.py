@@ -84,7 +84,7 @@ class PassEvents:
 
 @dataclass
 class RunEvents:
-    """What pictures are drawn from. Call it with each record of the log, and its place."""
+    """Events and samples of one log. Call it with each record of the log, and the record's place."""
 
     start_ns: int = 0
     end_ns: int = 0
@@ -98,6 +98,8 @@ class RunEvents:
     """Latest limit of all owners."""
     model: dict[str, int] = field(default_factory=dict)
     """Weights, gradients and states of the program itself, in bytes."""
+    model_ns: int = 0
+    """Time at which these were measured."""
     lanes: dict[tuple[str, str], Intervals] = field(default_factory=dict)
     """Transfers by stage and tier."""
     stalls: dict[str, Intervals] = field(default_factory=dict)
@@ -144,6 +146,7 @@ class RunEvents:
         elif kind == PLAN:
             self.plans[str(record["device"])] = record
         elif kind == MODEL:
+            self.model_ns = record["t_ns"]
             self.model = {name: int(n) for name, n in record.items() if name.endswith("_bytes")}
 
     def _add_holdings(self, record: dict[str, Any]) -> None:

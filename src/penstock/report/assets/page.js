@@ -108,18 +108,34 @@ function owners(run, width) {
   ];
 }
 
+const OWN = { weights_bytes: "weights and buffers", gradients_bytes: "gradients", states_bytes: "states of torch's optimizers" };
+
+// What the process holds beside Penstock, in layers: the program's tensors once they are known, and the rest.
+function layersOf(run, rest) {
+  const { model, model_s: since } = run.process;
+  const layers = Object.entries(OWN).map(([key, name]) => ({ name, values: rest.map(() => 0), nbytes: model[key] || 0 }));
+  const own = sum(layers.map((layer) => layer.nbytes));
+  const other = rest.map((value, k) => {
+    if (run.summary.device !== "cpu" || !own || value < own || k * run.part_s < since) return value;
+    layers.forEach((layer) => { layer.values[k] = layer.nbytes; });
+    return value - own;
+  });
+  return [...layers.filter((layer) => highestOf(layer.values)), { name: "the rest of the process", values: other }];
+}
+
 function whole(run, width) {
   const { highest, peak_bytes: peak, model } = run.process;
   if (!highest.length) return null;
   const held = highest.map((_, k) => sum(run.owners.rows.map((row) => row.highest[k])));
   const rest = highest.map((value, k) => Math.max(0, value - held[k]));
-  const series = [{ name: "held by Penstock", values: held, fill: colour(0) }, { name: "the rest of the process", values: rest, fill: colour(2) }];
-  const names = { weights_bytes: "weights and buffers", gradients_bytes: "gradients", states_bytes: "states of torch's optimizers" };
+  const series = [{ name: "held by Penstock", values: held }, ...layersOf(run, rest)];
+  series.forEach((one, n) => { one.fill = n === series.length - 1 ? COLOURS[COLOURS.length - 1] : colour(n); });
   return [
-    make("figure", {}, chart({ label: `Memory of the process, at most ${bytes(peak)}`, series, partS: run.part_s, lengthS: longest, top: 1.12 * peak, show: bytes, base: 2, stacked: true, width, height: 130 }),
+    make("figure", { "data-process": run.name }, chart({ label: `Memory of the process, at most ${bytes(peak)}`, series, partS: run.part_s, lengthS: longest, top: 1.12 * peak, show: bytes, base: 2, stacked: true, width }),
       legend(series.map((one) => [one.name, one.fill]))),
     Object.keys(model).length ? table("The program's own tensors at the end of the first step, on any device", ["", ["bytes", "number"]],
-      Object.entries(names).map(([key, name]) => [name, [bytes(model[key] || 0), model[key] || 0]])) : null,
+      Object.entries(OWN).map(([key, name]) => [name, [bytes(model[key] || 0), model[key] || 0]])) : null,
+    more("the process over time as a table", tableOverTime("highest in each part", series, run.part_s, bytes, highestOf)),
   ];
 }
 

@@ -84,7 +84,7 @@ function passLevels(run, width, left, budget) {
 head();
 section("memory", "Memory over time", `The highest level in each of ${RUNS[0].memories[0] ? RUNS[0].memories[0].highest.length : 0} equal parts of the run. "device" is what autograd has saved: in host memory on a CPU.`, memory);
 section("owners", "Host memory by owner", "What Penstock held in this process, one owner above the other. The log has five samples a second, and every change of saved tensors.", owners);
-section("process", "The whole process", "Memory that is no page of a file: weights, gradients, work space and Python are in the rest.", whole);
+section("process", "The whole process", "Memory that is no page of a file. The program's own tensors are as large as at the end of the first step; work space, Python and its libraries are in the rest.", whole);
 section("link", "Use of the link and of flash", "Mean rate in each part of the run; all pictures have the same scale.", link);
 section("stalls", "Waits of training", "How much of each part of the run the training thread waited for Penstock, by cause.", stalls);
 section("steps", "Steps", "From one end of an optimizer step to the next.", steps);
