@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -272,6 +273,11 @@ def test_a_log_has_the_plan_with_its_reasons_the_owners_and_the_model(real):
     samples = [record for record in records if record["kind"] == "holdings"]
     assert samples
     assert all(sample["process_bytes"] > 0 for sample in samples)
+    assert all(
+        (before["owners"], before["limit_bytes"]) != (after["owners"], after["limit_bytes"])
+        or abs(before["process_bytes"] - after["process_bytes"]) >= 1 << 20
+        for before, after in pairwise(samples)
+    )
     (own,) = (record for record in records if record["kind"] == "model")
     weights = sum(each.nbytes for each in model.parameters())
     assert (own["weights_bytes"], own["gradients_bytes"]) == (weights, weights)

@@ -17,16 +17,17 @@ def model_memory(
     A storage counts once. Takes time in proportion to the number of tensors.
     """
     found = {"weights": _Storages(), "gradients": _Storages(), "states": _Storages()}
-    for module in modules:
-        for parameter in module.parameters():
-            found["weights"].add(parameter)
-            found["gradients"].add(parameter.grad)
-        for buffer in module.buffers():
-            found["weights"].add(buffer)
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for value in state.values() if isinstance(state, dict) else ():
-                found["states"].add(value)
+    with torch._C.DisableTorchFunctionSubclass():  # a resting weight is not used here
+        for module in modules:
+            for parameter in module.parameters():
+                found["weights"].add(parameter)
+                found["gradients"].add(parameter.grad)
+            for buffer in module.buffers():
+                found["weights"].add(buffer)
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                for value in state.values() if isinstance(state, dict) else ():
+                    found["states"].add(value)
     return {f"{name}_bytes": each.nbytes for name, each in found.items()}
 
 
@@ -41,8 +42,7 @@ class _Storages:
         if not isinstance(tensor, torch.Tensor):
             return
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # a resting weight is not used here
-                storage = local_of(tensor).untyped_storage()
+            storage = local_of(tensor).untyped_storage()
         except (RuntimeError, ValueError):
             return  # a subclass without a storage of its own, or a lazy module that has not run
         if storage._cdata not in self._known:

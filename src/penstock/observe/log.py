@@ -70,8 +70,8 @@ class EventLog:
     Attributes:
         path: Path of the file.
         lost: Number of events dropped because the disk did not keep up.
-        sample: Returns the fields of a line of kind ``holdings``; called by the writer's thread, at most
-            five times a second. ``None``: there are no such lines.
+        sample: Returns the fields of a line of kind ``holdings``, or ``None`` for no line; called by the
+            writer's thread, at most five times a second. ``None``: there are no such lines.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class EventLog:
         """
         self.path = os.fspath(path)
         self.lost = 0
-        self.sample: Callable[[], Mapping[str, Any]] | None = None
+        self.sample: Callable[[], Mapping[str, Any] | None] | None = None
         self._clock: Clock = RealClock() if clock is None else clock
         self._next_sample_ns = 0
         self._pending: deque[_Entry] = deque()
@@ -231,7 +231,8 @@ class EventLog:
         if self.sample is None or now_ns < self._next_sample_ns:
             return
         self._next_sample_ns = now_ns + int(_POLL_S * 1e9)
-        self._write([{"kind": HOLDINGS, "t_ns": now_ns, **self.sample()}])
+        if (fields := self.sample()) is not None:
+            self._write([{"kind": HOLDINGS, "t_ns": now_ns, **fields}])
 
     def _write(self, records: list[dict[str, Any]]) -> None:
         if self._error is not None or not records:

@@ -113,7 +113,8 @@ const OWN = { weights_bytes: "weights and buffers", gradients_bytes: "gradients"
 // What the process holds beside Penstock, in layers: the program's tensors once they are known, and the rest.
 function layersOf(run, rest) {
   const { model, model_s: since } = run.process;
-  const layers = Object.entries(OWN).map(([key, name]) => ({ name, values: rest.map(() => 0), nbytes: model[key] || 0 }));
+  const held = run.owners.rows.map((row) => row.owner); // weights that rest on flash are held by Penstock
+  const layers = Object.entries(OWN).filter(([key]) => !held.includes(key.replace("_bytes", ""))).map(([key, name]) => ({ name, values: rest.map(() => 0), nbytes: model[key] || 0 }));
   const own = sum(layers.map((layer) => layer.nbytes));
   const other = rest.map((value, k) => {
     if (run.summary.device !== "cpu" || !own || value < own || k * run.part_s < since) return value;
