@@ -150,6 +150,15 @@ def test_a_new_size_of_the_terminal_moves_the_footer(script, disk_path):
     assert all(len(text) < 60 for _, text in last)
 
 
+def test_a_terminal_that_has_become_small_is_left_alone(script, disk_path):
+    run = terminal(script(), disk_path)
+    run.read_until(TAKE)
+    fcntl.ioctl(run.near, termios.TIOCSWINSZ, struct.pack("HHHH", 8, 60, 0, 0))
+    assert run.end() == 0
+    assert run.printed.count("\x1b[1;") == run.printed.count(FREE) == 1
+    assert not footers(run.printed[run.printed.index(FREE) :])
+
+
 def test_elsewhere_it_is_a_line_now_and_then_and_the_output_is_the_scripts(script, disk_path):
     options = (*OPTIONS, "--flash", str(disk_path))
     found = end(start_under(disk_path, str(script()), options=options))

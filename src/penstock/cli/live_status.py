@@ -142,8 +142,11 @@ class TerminalFooter:
         self._size: os.terminal_size | None = None
 
     def draw(self, texts: Sequence[str]) -> None:
-        """Draw the lines, cut to the width. Raises OSError if the terminal is gone."""
+        """Draw the lines, cut to the width, if there is room. Raises OSError if the terminal is gone."""
         size = os.get_terminal_size(self._fd)
+        if size.lines < _LEAST_ROWS:
+            self.close()
+            return
         out = ""
         if size != self._size:
             out = self._undo() + self._take(size)
