@@ -144,6 +144,13 @@ def test_every_known_key_has_an_answer(tmp_path):
                 assert row.counterpart != "unknown"
 
 
+def test_both_names_of_a_key_are_known(tmp_path, capsys):
+    configuration = json.loads(json.dumps(on_flash(tmp_path, INFINITY)).replace("stage3_", ""))
+    found = rows(told(capsys, written(tmp_path, configuration | {"bfloat16": {"enabled": True}})))
+    assert found["zero_optimization.max_live_parameters"]["text"] == "weights_memory='2MB'"
+    assert "torch.bfloat16" in found["bfloat16.enabled"]["text"]
+
+
 def test_nothing_is_said_twice_or_dropped(tmp_path, capsys):
     def leaves(value, prefix=""):
         for name, each in value.items():

@@ -33,7 +33,10 @@ LONG_NUMBER: Final = 1e5
 """Number from which whole numbers that are written as floats are shown with an exponent."""
 _OPTION: Final = re.compile(r"(--[a-z-]+) (?!-)")
 """An option before its value, from which no line break may part it."""
-_LIVE: Final = "zero_optimization.stage3_max_live_parameters"
+_LIVE: Final = (
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.max_live_parameters",
+)
 _TRAINER_NAMES: Final = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -150,7 +153,7 @@ class _Reader:
     @property
     def weights_memory(self) -> str:
         """Limit of weights in memory, from the number of parameters that may be live."""
-        live = self._get(_LIVE, 0) or LIVE_PARAMETERS
+        live = max(self._get(key, 0) for key in _LIVE) or LIVE_PARAMETERS
         nbytes = int(live) * (2 if self.half else 4)
         for unit, scale in (("GB", 10**9), ("MB", 10**6)):
             if nbytes % scale == 0:
@@ -241,7 +244,7 @@ class _Reader:
         if key in self.optimizer.rows:
             return self.optimizer.rows[key]
         known = KEYS.get(key)
-        named = key.removeprefix("zero_optimization.").replace(".", "_")
+        named = key.removeprefix("zero_optimization.").removeprefix("stage3_").replace(".", "_")
         if known is None:
             found = Counterpart.UNKNOWN, "no key of DeepSpeed's that this version of Penstock knows"
         elif value is None or value == {}:
@@ -250,7 +253,7 @@ class _Reader:
             found = Counterpart.SCRIPT, f"{_TRAINER_NAMES[key]} of TrainingArguments"
         elif known.text:
             found = known.counterpart, known.text
-        elif value == AUTO and key != _LIVE:
+        elif value == AUTO and key not in _LIVE:
             found = Counterpart.SCRIPT, "the trainer's own argument, if it has one"
         else:
             found = getattr(self, f"_of_{named}")(value)
@@ -304,7 +307,7 @@ class _Reader:
             "weights are on flash or in use: weights_memory= limits the latter, on a GPU in its memory"
         )
 
-    def _of_stage3_max_live_parameters(self, count: float) -> tuple[Counterpart, str]:
+    def _of_max_live_parameters(self, count: float) -> tuple[Counterpart, str]:
         if self.weights != "nvme":
             return Counterpart.UNSET, "FSDP2 frees each block after its use"
         return Counterpart.SESSION, f"weights_memory={self.weights_memory!r}"
