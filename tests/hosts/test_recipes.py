@@ -196,9 +196,9 @@ def test_metrics_reach_tensorboard_from_a_loop(disk_path):
             model(inputs).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            for name, value in session.metrics().items():
+            last = session.metrics()
+            for name, value in last.items():
                 writer.add_scalar(name, value, step)
-        last = session.metrics()
     found = scalars(disk_path / "events")
     assert found.keys() == last.keys()
     for name, values in found.items():
