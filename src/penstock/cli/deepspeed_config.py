@@ -107,9 +107,9 @@ class _Reader:
         self.half = any(
             self._get(f"{name}.enabled", False) is True for name in ("bf16", "bfloat16", "fp16")
         )
-        self.states = self._offloaded("optimizer", "cpu_offload")
+        self.states = self._offloaded("optimizer", "cpu_offload") if self.stage else None
         self.weights = self._offloaded("param", "cpu_offload_param") if self.stage == 3 else None
-        named = [
+        named = self.named = [
             self._path(part)
             for part, device in (("param", self.weights), ("optimizer", self.states))
             if device == "nvme"
@@ -237,6 +237,11 @@ class _Reader:
                 "On GPUs weights on flash are for one process; over ranks they have been tested on CPUs"
                 " only. weights_memory must hold the two largest weights."
             )
+        if len(set(self.named)) > 1:
+            yield (
+                f"The command has all in {self.named[0]}: with --flash {shlex.quote(self.named[1])} as"
+                " well, everything is spread over both."
+            )
         yield from self.optimizer.notes
 
     def _found(self, key: str, value: Any) -> tuple[Counterpart, str]:
@@ -275,6 +280,8 @@ class _Reader:
     def _of_offload_optimizer_device(self, device: str) -> tuple[Counterpart, str]:
         if device == "none":
             return Counterpart.UNSET, "states stay where the weights are"
+        if self.states is None:
+            return Counterpart.NONE, "DeepSpeed offloads states at stages 1 to 3 only; they stay"
         if self.optimizer.flash is None:
             return Counterpart.NONE, self.optimizer.why_not
         there = "" if device == "nvme" else "; host_memory=SIZE keeps some in memory"
