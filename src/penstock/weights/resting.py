@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, cast
 
 import torch
@@ -377,6 +379,31 @@ def lend(parameter: Parameter) -> None:
     """Tell the home that the memory of the values is given to somebody who may change them."""
     if home := _home_of(parameter):
         home.lent()
+
+
+@dataclass
+class Touch:
+    """An operation on a weight, at home or in memory.
+
+    Attributes:
+        changes: True if it may change the values, or gives their memory away.
+    """
+
+    changes: bool = False
+
+
+@contextmanager
+def touched(parameter: Parameter) -> Iterator[Touch]:
+    """Let a weight stay where it is in a ``with`` block, in which no transfer of it is in flight."""
+    touch, home = Touch(), _home_of(parameter)
+    if home is None:
+        yield touch
+        return
+    home.begin_touch()
+    try:
+        yield touch
+    finally:
+        home.end_touch(changed=touch.changes)
 
 
 def _reduced(parameter: Parameter) -> Any:
