@@ -299,7 +299,8 @@ def _head(request: BudgetRequest) -> Text:
         f" {states}; {held} held {format_bytes(step.process_peak_bytes)} at most, before the first"
         " update"
         f"\nflash of {machine.name}: writes {format_bandwidth(machine.flash_write_bytes_per_s)}, reads"
-        f" {format_bandwidth(machine.flash_read_bytes_per_s)}",
+        f" {format_bandwidth(machine.flash_read_bytes_per_s)}"
+        + ("" if machine.compute else "; measured, without what transfers cost computing"),
         style="not bold",
     )
     return line

@@ -136,9 +136,9 @@ class _PlannedScript:
         """Run the script, print the answer, and return the exit code. Passes on the script's errors."""
         request_huge_pages()
         when_imported(self._start)
-        which = "first" if self._number == 1 else f"{self._number}."
+        which = "its first step" if self._number == 1 else f"step {self._number}"
         say(
-            f"running {self._words[0]} until its optimizer would make its {which} step; it is stopped"
+            f"running {self._words[0]} until its optimizer would make {which}; it is stopped"
             " there, and files that it writes before are written"
         )
         try:
@@ -219,6 +219,8 @@ class _PlannedScript:
         step = self._recording.recorded
         assert step is not None
         self._recording.close()
+        if isinstance(step, PenstockError):
+            raise step
         name = shlex.join(self._words)
         if not _is_whole(self._options):
             budgets: Any = importlib.import_module("penstock.cli.plan_budgets")

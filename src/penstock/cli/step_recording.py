@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.cli.recorded_step import MOST_PASSES, RecordedStep
 from penstock.core.config import OffloadConfig
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.memory import ProcessMemory, physical_bytes
 from penstock.core.process import fork_guard
 from penstock.hooks.boundaries import task_id
@@ -53,7 +53,7 @@ class StepRecording:
     """A session that records, and the hook that stops the script.
 
     Attributes:
-        recorded: The step, once it is over.
+        recorded: The step, once it is over; or the error because of which it is not known.
     """
 
     def __init__(self, directories: tuple[str, ...], number: int) -> None:
@@ -66,7 +66,7 @@ class StepRecording:
         Raises:
             ConfigError: A directory is not usable; or the device is no CPU, and it is to be measured.
         """
-        self.recorded: RecordedStep | None = None
+        self.recorded: RecordedStep | PenstockError | None = None
         self._number = number
         self._trained = 0
         self._inputs: weakref.WeakKeyDictionary[torch.nn.Module, _Inputs] = (
@@ -140,7 +140,10 @@ class StepRecording:
         return tuple(map(exchanged, args)), {k: exchanged(v) for k, v in options.items()}
 
     def _stop(self, optimizer: torch.optim.Optimizer) -> NoReturn:
-        self.recorded = self._record(optimizer)
+        try:
+            self.recorded = self._record(optimizer)
+        except PenstockError as error:  # the script might handle it
+            self.recorded = error
         raise StepReached
 
     def _after_step(self) -> None:
@@ -166,6 +169,11 @@ class StepRecording:
 
     def _record(self, optimizer: torch.optim.Optimizer) -> RecordedStep:
         records, device = tuple(self._planner.records), str(self._session.device)
+        if not records:
+            raise ConfigError(
+                f"the script has saved no tensors on {device} for backward in its main thread, and made"
+                " gradients otherwise: there is nothing to plan"
+            )
         kinds, counts = kinds_of(records, device=device)
         profile = whole_step_of(records[:MOST_PASSES], device=device)
         modules = list(_modules(self._session.modules))
@@ -226,7 +234,7 @@ def _states(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[torch.Tensor, tuple[Any, ...]], str]:
     """Return the states of each parameter, and why they are not known if they are not."""
-    from penstock.optim.optimizer import states_of  # noqa: PLC0415  (loads Numba's kernels)
+    from penstock.optim.optimizer import states_of  # noqa: PLC0415  (only at the end)
 
     try:
         return dict(states_of(optimizer)), ""
