@@ -1,4 +1,4 @@
-"""``penstock plan --script``: an unmodified script is stopped before its first update, and planned for."""
+"""``penstock plan --script``: a script is stopped before its first update, and planned for."""
 
 import json
 import textwrap
@@ -50,6 +50,7 @@ TRAIN = """
         optimizer.step()
         optimizer.zero_grad()
 
+    model(inputs[:2])  # as lazy modules need it
     before = checksum()
     print("begun")
     open("before", "w").close()

@@ -25,6 +25,7 @@ from penstock.core.process import fork_guard
 from penstock.hooks.boundaries import task_id
 from penstock.hooks.module_weights import recorded_weights
 from penstock.plan.machine import Machine
+from penstock.runtime.orders import PassRecord
 from penstock.runtime.recording import RecordingPlanner, kinds_of, whole_step_of
 from penstock.session import Session
 
@@ -41,12 +42,14 @@ class StepReached(BaseException):
     """
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Inputs of a module in one step, added up over its calls."""
+    """Inputs of one call of a module."""
 
-    tokens: int = 0
-    samples: int = 0
+    at_ns: int
+    """Time of computing at which the call had ended."""
+    tokens: int
+    samples: int
 
 
 class StepRecording:
@@ -69,7 +72,7 @@ class StepRecording:
         self.recorded: RecordedStep | PenstockError | None = None
         self._number = number
         self._trained = 0
-        self._inputs: weakref.WeakKeyDictionary[torch.nn.Module, _Inputs] = (
+        self._inputs: weakref.WeakKeyDictionary[torch.nn.Module, list[_Inputs]] = (
             weakref.WeakKeyDictionary()
         )
         self._guard = fork_guard()
@@ -154,15 +157,15 @@ class StepRecording:
             self._inputs.clear()
 
     def _note_inputs(self, module: torch.nn.Module, args: Any, options: Any, output: Any) -> None:
-        """Add up the inputs of a module; those of the outermost one count."""
+        """Note the inputs of a call; those of the outermost module count."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         for one in tree_leaves((args, options)):
             if isinstance(one, torch.Tensor) and one.dim():
-                noted = self._inputs.setdefault(module, _Inputs())
-                noted.samples += one.shape[0]
-                if one.dim() > 1 and not (one.is_floating_point() or one.is_complex()):
-                    noted.tokens += one.numel()
+                numbers = one.is_floating_point() or one.is_complex() or one.dim() == 1
+                tokens = 0 if numbers else one.numel()
+                noted = _Inputs(self._session.executor.compute_ns(), tokens, one.shape[0])
+                self._inputs.setdefault(module, []).append(noted)
                 return
 
     # -- what was recorded --------------------------------------------------------------------------
@@ -177,7 +180,7 @@ class StepRecording:
         kinds, counts = kinds_of(records, device=device)
         profile = whole_step_of(records[:MOST_PASSES], device=device)
         modules = list(_modules(self._session.modules))
-        inputs = self._inputs_of(self._session.modules)
+        inputs = list(self._inputs_of(self._session.modules, records))
         gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
         states, unknown = _states(optimizer)
         return RecordedStep(
@@ -188,8 +191,8 @@ class StepRecording:
             slots=sum(len(one.slots) for one in records),
             profile=profile,
             weights=recorded_weights(modules, profile.operators),
-            tokens=inputs.tokens,
-            samples=inputs.samples,
+            tokens=sum(one.tokens for one in inputs),
+            samples=sum(one.samples for one in inputs),
             optimizer=type(optimizer).__name__,
             gradient_bytes=sum(one.nbytes for one in gradients),
             state_bytes=sum(
@@ -203,12 +206,21 @@ class StepRecording:
             machine=self._machine(),
         )
 
-    def _inputs_of(self, roots: Sequence[tuple[str, torch.nn.Module]]) -> _Inputs:
-        """Return the inputs of the first outermost module that has parameters."""
+    def _inputs_of(
+        self, roots: Sequence[tuple[str, torch.nn.Module]], records: Sequence[PassRecord]
+    ) -> Iterator[_Inputs]:
+        """Yield the inputs of the first outermost module that has parameters, in the recorded passes.
+
+        Forwards without a backward, as lazy modules need one, are in none of them.
+        """
+        begins = [one.slots[0].saved_at_ns if one.slots else one.start_ns for one in records]
+        spans = list(zip(begins, (one.end_ns for one in records), strict=True))
         for _, root in roots:
             if root in self._inputs and any(True for _ in root.parameters()):
-                return self._inputs[root]
-        return _Inputs()
+                for one in self._inputs[root]:
+                    if any(begin <= one.at_ns <= end for begin, end in spans):
+                        yield one
+                return
 
     def _machine(self) -> Machine:
         """Return the measured machine, with the size of its memories."""

@@ -83,7 +83,7 @@ def _draw_times(axis: Axes, costs: Sequence[BudgetCost], setting: str) -> None:
     axis.set_yticks(range(len(costs)), names)
     axis.set_ylim(len(costs) - 0.4, -0.6)
     axis.set_xlim(0, 1.3 * max(one.step_ns for one in costs) / scale)
-    axis.legend(loc="lower right", fontsize=9, frameon=False)
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize=9, frameon=False)
     unit = "s" if scale == 1e9 else "ms"
     dress(axis, f"time of forward and backward in a step ({unit})", "", grid="x")
 
