@@ -293,8 +293,8 @@ def test_the_text_answers_with_a_sentence_a_table_and_a_picture(work):
         (["--weights", "flash", "--plot", "a.svg", "--script", "x.py"], "--plot: there is no plot"),
         (["--script"], "--script: nothing to run"),
         (["--step", "2", "resnet50"], "--step needs --script"),
-        ([], "nothing to plan for: name a network, or a script with --script"),
-        (["resnet50", "--batch", "1"], "--machine is missing"),
+        ([], "plan needs NETWORK and --machine, or --script"),
+        (["resnet50", "--batch", "1"], "plan needs NETWORK and --machine"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_anything_runs(words, message, capsys):

@@ -23,6 +23,7 @@ examples:
   penstock plan gpt2 --tokens 4096 --machine h200 --weights flash --ranks 64 --nodes 8 --ssds 4
   penstock plan train.py:build --batch 64 --machine here.toml --device-memory 20GiB --json
   penstock plan --flash /nvme/spill --script train.py --its --own args
+  penstock plan --from-deepspeed ds.json
 
 Nothing is trained, and the machine need not be there. With --script the script runs until its
 optimizer would change weights for the first time, and is stopped there: files that it writes before
@@ -135,6 +136,10 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="show every slot: every tensor saved in a step",
     )
+    made.add_argument(
+        "--from-deepspeed", metavar="FILE.json", help="in place of a plan: what stands for each key of a"
+        " DeepSpeed configuration, and the code and command that result",
+    )  # fmt: skip
     made.add_argument("--plot", metavar="FILE", help="draw one step, as .svg, .png or .pdf")
     made.add_argument(
         "--save-plan", metavar="FILE.json", help="write the plan; with --policy all, the best"
@@ -166,14 +171,19 @@ def execute(options: argparse.Namespace) -> int | Callable[[], int]:
         ConfigError: An option, the network or the machine is invalid.
         PlanError: The file has no valid profile.
     """
+    if options.from_deepspeed is not None:
+        _refuse_others(options)
+        return int(_of("deepspeed_config").execute(options))
     if options.script is not None:
         made: Callable[[], int] = _of("plan_script").planned_script(options)
         return made
     for name in ("flash", "step"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name} needs --script")
-    if options.network is None:
-        raise ConfigError("nothing to plan for: name a network, or a script with --script")
+    if options.network is None or options.machine is None:
+        raise ConfigError(
+            "plan needs NETWORK and --machine, or --script; `penstock plan --help` has examples"
+        )
     if options.weights == "flash" or options.ranks is not None:
         return int(_of("plan_step").execute_step(options))
     _refuse_step_options(options)
@@ -190,6 +200,16 @@ def _refuse_step_options(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} needs --weights flash or --ranks")
     if options.forward_only:
         raise ConfigError("--forward-only needs --weights flash or --ranks")
+
+
+def _refuse_others(options: argparse.Namespace) -> None:
+    """Raise ConfigError if an option of plans stands beside ``--from-deepspeed``."""
+    allowed = {"from_deepspeed", "json", "debug", "execute"}
+    defaults = vars(parser().parse_args([]))
+    given = {name for name, value in vars(options).items() if value != defaults.get(name)}
+    if other := sorted(given - allowed):
+        name = "NETWORK" if other[0] == "network" else f"--{other[0].replace('_', '-')}"
+        raise ConfigError(f"--from-deepspeed makes no plan, so it takes no {name}: leave that out")
 
 
 def _of(module: str) -> Any:

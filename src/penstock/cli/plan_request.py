@@ -96,16 +96,11 @@ def machine_of(options: argparse.Namespace, recorded: RecordedStep | None = None
     """Return the machine that is named, or else that on which a script's step was recorded.
 
     Raises:
-        ConfigError: There is none, or none is named and nothing was recorded.
+        ConfigError: There is no such machine.
     """
-    if options.machine is not None:
-        return machines.find(options.machine)
-    if recorded is None:
-        raise ConfigError(
-            f"--machine is missing: name a file that `penstock bench machine` has written, or one of"
-            f" {', '.join(Machine.presets())}"
-        )
-    return recorded.machine
+    if options.machine is None and recorded is not None:
+        return recorded.machine
+    return machines.find(options.machine)
 
 
 def device_of(machine: Machine) -> str:
