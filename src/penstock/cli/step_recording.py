@@ -26,7 +26,7 @@ from penstock.hooks.boundaries import task_id
 from penstock.hooks.module_weights import recorded_weights
 from penstock.plan.machine import Machine
 from penstock.runtime.orders import PassRecord
-from penstock.runtime.recording import RecordingPlanner, kinds_of, whole_step_of
+from penstock.runtime.recording import RecordedPasses, RecordingPlanner
 from penstock.session import Session
 
 _IN_CHILD: Final = (
@@ -177,16 +177,16 @@ class StepRecording:
                 f"the script has saved no tensors on {device} for backward in its main thread, and made"
                 " gradients otherwise: there is nothing to plan"
             )
-        kinds, counts = kinds_of(records, device=device)
-        profile = whole_step_of(records[:MOST_PASSES], device=device)
+        passes = RecordedPasses(records, device=device)
+        profile = passes.step(MOST_PASSES)
         modules = list(_modules(self._session.modules))
         inputs = list(self._inputs_of(self._session.modules, records))
         gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
         states, unknown = _states(optimizer)
         return RecordedStep(
             number=self._number,
-            kinds=kinds,
-            counts=counts,
+            kinds=passes.kinds,
+            counts=passes.counts,
             saved_bytes=sum(slot.key.nbytes for one in records for slot in one.slots),
             slots=sum(len(one.slots) for one in records),
             profile=profile,

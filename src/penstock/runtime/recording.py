@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.plan.profile import Profile
@@ -34,30 +35,56 @@ class RecordingPlanner(Planner):
         return None
 
 
-def kinds_of(records: Sequence[PassRecord], *, device: str) -> tuple[Profile, tuple[int, ...]]:
-    """Return the profile from which a session would plan, with one pass of each kind.
+class RecordedPasses:
+    """Passes of a step, each timed as the last one of its kind: the first is slower than the others.
 
-    Args:
-        records: All passes of a step.
-        device: Device that they ran on.
-
-    Returns:
-        The profile, whose passes are the last of their kind, and how many passes of the step are like
-        each of them.
+    Attributes:
+        counts: Number of passes that are like each pass of ``kinds``.
     """
-    known, counts, orders = KnownPasses(device), dict[int, int](), Orders()
-    for record in records:
-        like = known.like(record)
-        known.remember(record, orders)
-        counts[record.index] = 1 + (0 if like is None else counts.pop(like.index))
-    profile = known.profile(_unrepeatable(records))
-    return profile, tuple(counts[one.index] for one in profile.passes)
+
+    def __init__(self, records: Sequence[PassRecord], *, device: str) -> None:
+        """Find the kinds of all passes of a step, which ran on ``device``."""
+        known, counts, orders = KnownPasses(device), dict[int, int](), Orders()
+        for record in records:
+            like = known.like(record)
+            known.remember(record, orders)
+            counts[record.index] = 1 + (0 if like is None else counts.pop(like.index))
+        self._device = device
+        self._records = tuple(records)
+        self._known = known
+        self._unrepeatable = frozenset[str]().union(*(one.unrepeatable for one in records))
+        self.kinds = known.profile(self._unrepeatable)
+        """Profile from which a session would plan, with one pass of each kind."""
+        self.counts = tuple(counts[one.index] for one in self.kinds.passes)
+
+    def step(self, most: int) -> Profile:
+        """Return the profile of the step with all passes, or the first ``most``, one after the other."""
+        placed: list[PassRecord] = []
+        for index, record in enumerate(self._records[:most], start=1):
+            begin_ns = placed[-1].end_ns if placed else 0
+            placed.append(_placed(self._known.like(record) or record, index, begin_ns))
+        return profile_of(placed, device=self._device, unrepeatable=self._unrepeatable)
 
 
-def whole_step_of(records: Sequence[PassRecord], *, device: str) -> Profile:
-    """Return the profile of a step with all of its passes."""
-    return profile_of(records, device=device, unrepeatable=_unrepeatable(records))
-
-
-def _unrepeatable(records: Sequence[PassRecord]) -> frozenset[str]:
-    return frozenset().union(*(one.unrepeatable for one in records))
+def _placed(record: PassRecord, index: int, begin_ns: int) -> PassRecord:
+    """Return a pass as if the module that saved first had been called at another time."""
+    began_ns = min((one.start_ns for one in record.operators), default=record.start_ns)
+    delta = begin_ns - min(began_ns, record.start_ns)
+    backward_ns = record.backward_start_ns
+    return replace(
+        record,
+        index=index,
+        start_ns=record.start_ns + delta,
+        backward_start_ns=None if backward_ns is None else backward_ns + delta,
+        end_ns=record.end_ns + delta,
+        slots=tuple(
+            slot._replace(
+                saved_at_ns=slot.saved_at_ns + delta,
+                needed_at_ns=None if slot.needed_at_ns is None else slot.needed_at_ns + delta,
+            )
+            for slot in record.slots
+        ),
+        operators=tuple(
+            one.moved(one.start_ns + delta, one.end_ns + delta) for one in record.operators
+        ),
+    )
