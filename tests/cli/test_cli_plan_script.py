@@ -106,6 +106,8 @@ TRAIN = """
         child.start()
         child.join()
         print("child", child.exitcode)
+    elif options.how == "spawn":
+        torch.multiprocessing.spawn(print, nprocs=2)
     else:
         try:
             for _ in range(options.steps):
@@ -233,6 +235,7 @@ def test_scripts_without_a_step_are_told_apart(work):
         ("train.py", "--how", "backward"): "ended, by sys.exit(3) before step 1 of an optimizer, so"
         " there is nothing to plan: 1 backward",
         ("train.py", "--how", "fork"): "processes that it starts, such as ranks, are not profiled",
+        ("train.py", "--how", "spawn"): "the script starts processes of its own",
         ("empty.py",): "it did not import torch",
     }
     processes = [start_plan(work, *words) for words in cases]

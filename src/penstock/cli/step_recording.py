@@ -6,6 +6,7 @@ A session that keeps everything is open while the script runs. Before the optimi
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -89,12 +90,18 @@ class StepRecording:
             register_optimizer_step_pre_hook(self._before_step),
             register_module_forward_hook(self._note_inputs, with_kwargs=True),
         ]
+        self._launchers = [(one, one.start_processes) for one in _launchers()]
+        for module, _ in self._launchers:
+            module.start_processes = self._refuse_processes
 
     def close(self) -> None:
         """Remove the hooks, and close the session. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for module, start in self._launchers:
+            module.start_processes = start
+        self._launchers = []
         self._session.close()
 
     @property
@@ -147,6 +154,15 @@ class StepRecording:
             self.recorded = self._record(optimizer)
         except PenstockError as error:  # the script might handle it
             self.recorded = error
+        raise StepReached
+
+    def _refuse_processes(self, *_args: Any, **_options: Any) -> NoReturn:
+        """Stop a script that would train in processes of its own, where nothing would stop it."""
+        self.recorded = PenstockError(
+            "the script starts processes of its own with torch.multiprocessing, and would train in them;"
+            " it was stopped there. Plan for a script that trains in its own process, with the batch of"
+            " one rank; --ranks N plans for N of them"
+        )
         raise StepReached
 
     def _after_step(self) -> None:
@@ -226,6 +242,11 @@ class StepRecording:
         """Return the measured machine, with the size of its memories."""
         nbytes = physical_bytes()
         return replace(self._session.machine, device_bytes=nbytes, host_bytes=nbytes)
+
+
+def _launchers() -> list[Any]:
+    """Return the modules of torch that have the function by which ranks are started."""
+    return [torch.multiprocessing, importlib.import_module("torch.multiprocessing.spawn")]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
