@@ -75,6 +75,12 @@ TRAIN = """
                 step()
             except Exception as error:
                 print("swallowed", error)
+    elif options.how == "bare":
+        while True:
+            try:
+                step()
+            except:
+                print("caught", checksum() == before)
     elif options.how == "closure":
         def closure():
             optimizer.zero_grad()
@@ -178,12 +184,17 @@ def test_the_script_is_stopped_before_its_first_update_and_what_it_saved_is_exac
     assert states["disk_bytes"] < both["disk_bytes"]
 
 
-@pytest.mark.parametrize("how", ["closure", "inside"])
-def test_steps_with_a_closure_and_inside_backward_are_stopped_too(work, how):
-    [(plan, err)] = planned(work, (["train.py", "--how", how], ()))
-    assert plan["passes"] == 1
-    assert plan["saved"]["bytes"] > 20 * MIB
-    assert err.splitlines()[-1] == "unchanged"
+def test_steps_with_a_closure_and_inside_backward_are_stopped_too_and_bare_excepts(work):
+    found = planned(
+        work, *((["train.py", "--how", how], ()) for how in ("closure", "inside", "bare"))
+    )
+    for plan, _ in found:
+        assert plan["passes"] == 1
+        assert plan["saved"]["bytes"] > 20 * MIB
+    closure, inside, bare = (err.splitlines() for _, err in found)
+    assert closure[-1] == inside[-1] == "unchanged"
+    assert set(bare[2:-1]) == {"caught True"}
+    assert "catches every exception" in bare[-1]
     assert not (work / "after").exists()
 
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import importlib
+import os
 import shlex
+import sys
 import threading
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, Final
@@ -173,7 +176,9 @@ class _PlannedScript:
             return
         module = importlib.import_module("penstock.cli.step_recording")
         try:
-            self._recording = module.StepRecording(self._directories, self._number)
+            self._recording = module.StepRecording(
+                self._directories, self._number, on_swallowed=self._end
+            )
         except PenstockError as error:
             if self._options.debug:
                 raise
@@ -201,6 +206,17 @@ class _PlannedScript:
             f"error: {what} step {self._number} of an optimizer, so there is nothing to plan: {why}"
         )
         return 1
+
+    def _end(self) -> None:
+        """Plan, and end the process at once: the script catches every exception, and goes on."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                stream.flush()
+        say(
+            f"{self._words[0]} catches every exception, also that which is to stop it: it is ended"
+            " without the functions of atexit"
+        )
+        os._exit(self._plan())
 
     def _plan(self) -> int:
         try:

@@ -30,6 +30,8 @@ from penstock.runtime.orders import PassRecord
 from penstock.runtime.recording import RecordedPasses, RecordingPlanner
 from penstock.session import Session
 
+_PATIENCE: Final = 3
+"""Further steps after which a script counts as one that cannot be stopped."""
 _IN_CHILD: Final = (
     "penstock plan: an optimizer was to step in a process that the script has forked; only a script that"
     " trains in its own process can be planned for"
@@ -60,18 +62,24 @@ class StepRecording:
         recorded: The step, once it is over; or the error because of which it is not known.
     """
 
-    def __init__(self, directories: tuple[str, ...], number: int) -> None:
+    def __init__(
+        self, directories: tuple[str, ...], number: int, *, on_swallowed: Callable[[], object]
+    ) -> None:
         """Open the session in this thread.
 
         Args:
             directories: Directories whose bandwidth is measured; none: the machine is known.
             number: Number of the step to record; those before it are trained.
+            on_swallowed: Called when the script has caught ``StepReached`` and goes on to train, again
+                and again. It ends the process.
 
         Raises:
             ConfigError: A directory is not usable; or the device is no CPU, and it is to be measured.
         """
         self.recorded: RecordedStep | PenstockError | None = None
         self._number = number
+        self._on_swallowed = on_swallowed
+        self._swallowed = 0
         self._trained = 0
         self._inputs: weakref.WeakKeyDictionary[torch.nn.Module, list[_Inputs]] = (
             weakref.WeakKeyDictionary()
@@ -120,6 +128,9 @@ class StepRecording:
         if self._guard.in_child:
             raise StepReached(_IN_CHILD)
         if self.recorded is not None:  # the script goes on after StepReached
+            self._swallowed += 1
+            if self._swallowed == _PATIENCE:
+                self._on_swallowed()
             raise StepReached
         if self._trained < self._number - 1:
             return None
