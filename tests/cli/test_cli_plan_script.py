@@ -269,7 +269,9 @@ def test_the_text_answers_with_a_sentence_a_table_and_a_picture(work):
             work, EXAMPLES / "plain_loop.py", "--batch", "4", options=("--plot", "cost.svg")
         ),
         start_plan(work, "train.py", "--how", "unknown", options=("--memory", "8MiB")),
-        start_plan(work, "train.py", options=("--weights", "flash", "--machine", "cpu", "--json")),
+        start_plan(
+            work, "-m", "train", options=("--weights", "flash", "--machine", "h200", "--json")
+        ),
     ]
     loop, unknown, whole = [end(process) for process in processes]
     assert loop.code == 0, loop.err
@@ -284,7 +286,7 @@ def test_the_text_answers_with_a_sentence_a_table_and_a_picture(work):
     assert "LBFGS is not element-wise" in unknown.out
     assert whole.code == 0, whole.err
     step = json.loads(whole.out)
-    assert step["network"] == "train.py"
+    assert (step["network"], step["device"]) == ("-m train", "cpu")
     assert (step["units"], step["unit"], step["optimizer"]) == (1024, "samples", "AdamW")
     assert step["step"]["weight_bytes"] == 4 * (6 * 513 * 512 + 513 * 10)
     assert step["step"]["disk_bytes"] > 2 * step["step"]["weight_bytes"]

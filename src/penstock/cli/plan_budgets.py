@@ -181,7 +181,7 @@ class BudgetRequest:
             node=self.given,
             ranks=Ranks(),
             data_bytes_per_s=self.data_bytes_per_s,
-            device="cpu" if step.is_cpu else "cuda",
+            device=step.device,
             optimizer=step.optimizer,
             format="exact",
             policy=self.policy,

@@ -237,7 +237,7 @@ class _PlannedScript:
         self._recording.close()
         if isinstance(step, PenstockError):
             raise step
-        name = shlex.join(self._words)
+        name = shlex.join(self._options.script)
         if not _is_whole(self._options):
             budgets: Any = importlib.import_module("penstock.cli.plan_budgets")
             return int(budgets.print_budgets(self._options, step, name, self._answer))

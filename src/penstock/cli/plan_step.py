@@ -207,7 +207,7 @@ def check_step(
     """
     check_step_options(options)
     node = machine_of(options, recorded)
-    device = options.device or device_of(node)
+    device = options.device or (device_of(node) if recorded is None else recorded.device)
     ranks, node = _ranks(options, node)
     machine = ranks.share_of(node, device=device)
     memory_bytes = bytes_of(options, "memory", machine.device_bytes, least=1)

@@ -62,7 +62,12 @@ class RecordedStep:
     @property
     def is_cpu(self) -> bool:
         """True if saved tensors are in host memory."""
-        return self.kinds.device == "cpu"
+        return self.device == "cpu"
+
+    @property
+    def device(self) -> str:
+        """Kind of the device that the script computes on: ``"cpu"`` or ``"cuda"``."""
+        return self.kinds.device.partition(":")[0]
 
     @property
     def units(self) -> int:
