@@ -25,6 +25,7 @@ import torch
 import penstock
 from penstock.checkpoint import Checkpointer, training_state
 from penstock.data import FlashDataset, FlashLoader, Sample
+from penstock.lab.characterize.child_cleanup import exit_with_parent
 from penstock.optim import FlashAdamW
 
 SHAPE = _weights_model.Shape(192, 3, 4, 512, 256)
@@ -40,6 +41,7 @@ PATIENCE_S = 300
 
 def main():
     kind, place, notes, how = sys.argv[1:]
+    exit_with_parent(os.getppid())
     torch.set_num_threads(1)
     torch.manual_seed(0)
     run = KINDS[kind](Path(place), Notes(Path(notes)), **json.loads(how))

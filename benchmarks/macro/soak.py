@@ -35,10 +35,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _soak_child
+from _soak_jobs import Job, Undisturbed, content_of
 
 import _results
 
-CHILD = Path(__file__).with_name("_soak_child.py")
 KINDS = ("durable", "checkpoints")
 FAULTS = {
     "killed": 8,
@@ -58,7 +58,6 @@ TIGHT = 0.2
 """Share of jobs that have less flash than they need."""
 QUIET = 0.25
 """Share of the time, at its end, in which nothing ends the job."""
-PATIENCE_S = 300
 FOLDERS = ("spill", "states", "rests", "checkpoints")
 
 
@@ -85,13 +84,13 @@ def main():
         # what is mounted goes with the last process
         words = ["unshare", "--mount", sys.executable, __file__, *sys.argv[1:], "--mounted"]
         os.execvp(words[0], words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(dir=args.dir) as folder, disk(Path(folder), args) as place:
         figures = soaked(args, place, Path(folder))
-    print(json.dumps(figures), file=sys.stderr)
     config = {"minutes": args.minutes, "within_s": args.within, "seed": args.seed}
     config |= {"shape": _soak_child.SHAPE._asdict(), "tokens": _soak_child.TOKENS}
     _results.write("soak", figures, config, directory=args.dir, into=args.into)
-    if wrong := [what for what in KINDS if not is_right(figures[what])]:
+    if wrong := [what for what in args.what if not is_right(figures[what])]:
         sys.exit(f"soak: not as undisturbed: {', '.join(wrong)}")
 
 
@@ -112,6 +111,7 @@ def parse():
     parser.add_argument(
         "--within", type=float, default=8.0, help="longest time in seconds from fault to fault"
     )
+    parser.add_argument("--what", nargs="*", default=KINDS, choices=KINDS)
     parser.add_argument("--seed", type=int, default=0, help="of faults and their moments")
     parser.add_argument("--into", default=_results.RESULTS, help="folder for the result file")
     parser.add_argument("--mounted", action="store_true", help=argparse.SUPPRESS)
@@ -140,128 +140,13 @@ def soaked(args, place, notes):
     moment, figures = random.Random(args.seed), {}
     _soak_child.write_tokens(place / "tokens.bin")
     with Undisturbed(place, notes) as undisturbed:
-        for kind in KINDS:
+        for kind in args.what:
             soak = Soak(kind, place, notes, moment, undisturbed, mounted=args.mounted)
-            seconds = args.minutes * 60 / len(KINDS)
-            figures[kind] = soak.run(seconds, args.within)
+            figures[kind] = soak.run(args.minutes * 60 / len(args.what), args.within)
             print(kind, json.dumps(figures[kind]), file=sys.stderr)
     figures["own_file_system"] = args.mounted
-    figures["minutes"] = round(sum(figures[kind]["seconds"] for kind in KINDS) / 60, 1)
+    figures["minutes"] = round(sum(figures[kind]["seconds"] for kind in args.what) / 60, 1)
     return figures
-
-
-class Job:
-    """A process of the job, and what it has noted."""
-
-    def __init__(self, kind, place, notes, **how):
-        self.news = []  # what nobody has dealt with yet
-        self._notes, self._offset = notes, 0
-        self._errors = notes.with_suffix(".errors")
-        with self._errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, CHILD, kind, place, notes, json.dumps(how)],
-                stdout=errors,
-                stderr=errors,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-
-    def read(self):
-        """Return what is new."""
-        if not self._notes.exists():
-            return []
-        with self._notes.open("rb") as file:
-            file.seek(self._offset)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        new = [json.loads(line) for line in whole.splitlines()]
-        self.news += new
-        return new
-
-    def wait_for(self, key):
-        """Wait until it notes something under this key, and return all of that note."""
-        until = time.monotonic() + PATIENCE_S
-        while True:
-            ended = self.process.poll() is not None
-            for each in self.read():
-                if key in each:
-                    return each
-            if ended or time.monotonic() > until:
-                self.failed(f"did not get to {key!r}")
-            time.sleep(0.02)
-
-    def failed(self, how):
-        code, said = self.process.poll(), self._errors.read_text()[-8000:]
-        self.process.kill()
-        sys.exit(f"soak: a job {how}; its exit code: {code}. It said:\n{said}")
-
-    def send(self, number):
-        if self.process.poll() is not None:
-            self.failed("has ended by itself")
-        self.process.send_signal(number)
-
-    def kill(self):
-        self.send(signal.SIGKILL)
-        self.process.wait()
-
-    def end(self):
-        """Wait until it has ended in order."""
-        self.wait_for("ended")
-        if self.process.wait(PATIENCE_S):
-            self.failed("failed at its end")
-
-    def forget(self):
-        """Remove what it noted."""
-        self._notes.unlink(missing_ok=True)
-        self._errors.unlink()
-
-
-class Undisturbed:
-    """The run that nothing happens to: losses of each step, and weights at each evaluation."""
-
-    def __init__(self, place, notes):
-        self._needed = notes / "needed"
-        self._last = 0
-        self._allow(1)
-        self._job = Job("plain", place, notes / "plain", needed=os.fspath(self._needed))
-        self._known = {}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._job.process.kill()
-        self._job.process.wait()
-
-    def _allow(self, step):
-        """Let it go on as far as that, and a little more."""
-        if step > self._last:
-            made = self._needed.with_suffix(".made")
-            made.write_text(str(step))
-            made.rename(self._needed)
-            self._last = step
-
-    def is_same(self, note):
-        """Return whether it noted the same of that step or evaluation; wait for it if need be."""
-        key, content = content_of(note)
-        self._allow(key[1])
-        until = time.monotonic() + PATIENCE_S
-        while key not in self._known:
-            self._known |= dict(filter(None, map(content_of, self._job.read())))
-            self._job.news.clear()
-            if self._job.process.poll() is not None or time.monotonic() > until:
-                self._job.failed("that nothing happens to has stopped")
-            time.sleep(0.005)
-        return self._known[key] == content
-
-
-def content_of(note):
-    """Return what a note is about, and what it says; None if there is nothing to compare."""
-    if "step" in note:
-        return ("step", note["step"]), note["losses"]
-    if "evaluated" in note:
-        return ("evaluated", note["evaluated"]), (note["loss"], note["weights"])
-    return None
 
 
 class Soak:
@@ -270,14 +155,11 @@ class Soak:
     def __init__(self, kind, place, notes, moment, undisturbed, *, mounted):
         self.kind, self.place, self.notes, self.mounted = kind, place, notes, mounted
         self.moment, self.undisturbed = moment, undisturbed
-        self.faults = {
-            name: weight for name, weight in FAULTS.items() if mounted or name not in NEEDS_MOUNT
-        }
+        self.faults = {name: FAULTS[name] for name in FAULTS if mounted or name not in NEEDS_MOUNT}
         self.done, self.counts, self.moved = Counter(), Counter(), Counter()
         self.durable = self.step = 0
         self.lost, self.repeated = [0], [0]
-        self.left, self.bytes_left = [], [0]
-        self.kept = []
+        self.left, self.bytes_left, self.kept = [], [0], []
         for name in FOLDERS:
             (place / name).mkdir()
         self.overhead = self.unnamed_bytes()
@@ -287,10 +169,14 @@ class Soak:
         faults = list(self.faults)
         self.moment.shuffle(faults)
         job = None
-        while faults or time.monotonic() - begun < seconds * (1 - QUIET):
-            job = self.after(faults.pop() if faults else self.chosen(self.faults), job, within)
-        job = job or self.start(tight=False)
-        quiet = self.quiet_phase(job, seconds * QUIET, within)
+        try:
+            while faults or time.monotonic() - begun < seconds * (1 - QUIET):
+                job = self.after(faults.pop() if faults else self.chosen(self.faults), job, within)
+            job = job or self.start(tight=False)
+            quiet = self.quiet_phase(job, seconds * QUIET, within)
+        finally:
+            self.running.process.kill()
+            self.running.process.wait()
         for name in FOLDERS:
             shutil.rmtree(self.place / name)
         return {
@@ -327,7 +213,8 @@ class Soak:
         self.counts["tight"] += tight
         self.last = None
         notes = self.notes / f"{self.kind}.{self.counts['jobs']}"
-        return Job(self.kind, self.place, notes, tight=tight)
+        self.running = Job(self.kind, self.place, notes, tight=tight)
+        return self.running
 
     def start(self, **how):
         """Start the job, and wait until it has resumed."""
@@ -465,7 +352,7 @@ class Soak:
 
     def quiet_phase(self, job, seconds, within):
         """Return how memory, descriptors and threads of a job change that is not killed."""
-        faults = {name: weight for name, weight in self.faults.items() if name not in ENDS}
+        faults = {name: self.faults[name] for name in self.faults if name not in ENDS}
         begun, self.kept = time.monotonic(), []
         while time.monotonic() - begun < seconds:
             self.after(self.chosen(faults), job, within)
