@@ -3,6 +3,7 @@
 ``make test-hosts`` installs the hosts; without them these tests are skipped.
 """
 
+import contextlib
 import re
 import warnings
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import penstock
 import preloaded
 from penstock.core.errors import ConfigError
 
@@ -168,3 +170,43 @@ def test_lightning_goes_on_from_a_checkpoint_to_the_same_bits(disk_path):
     assert Path(saved).is_dir()
     found, _ = fit(disk_path / "rest", plugins=[LightningCheckpoints()], epochs=2, resume=saved)
     assert same(found, expected)
+
+
+def test_a_tied_model_that_accelerate_has_offloaded_is_trained(disk_path):
+    """Its head is its embedding, which accelerate's disk offload unties."""
+    transformers, accelerate = needs("transformers"), needs("accelerate")
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(1))
+    settings, found = SMALL | {"device_memory": "1MiB"}, []
+    for is_offloaded in (False, True):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        with contextlib.ExitStack() as stack:
+            if is_offloaded:
+                folder = str(disk_path / "offloaded")
+                accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+                stack.enter_context(
+                    penstock.offload(
+                        model,
+                        weights="flash",
+                        weights_memory="96KiB",
+                        flash=str(disk_path),
+                        **settings,
+                    )
+                )
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(weights_of(model))
+    assert same(*found)

@@ -111,6 +111,34 @@ def test_only_some_modules_are_on_disk(disk_path):
     assert_same(state_of(model), state_of(plain))
 
 
+class Tied(Mixed):
+    """The last weight of the chain is its first one, as a head may be its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.tie_weights()
+
+    def tie_weights(self):
+        self.layers[-1].weight = self.layers[0].weight
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_was_tied_is_tied_again(is_frozen, disk_path):
+    """Accelerate unties it, and its files have it twice; the model can tie it."""
+    plain, model = built(Tied), dispatched(Tied, disk_path / "offloaded")
+    assert model.layers[-1].weight is not model.layers[0].weight
+    for each in (model, plain):
+        each.layers.requires_grad_(not is_frozen)
+    with on_flash(model, disk_path, limit=LIMIT) as session:
+        assert model.layers[-1].weight is model.layers[0].weight
+        assert len(homes_of(session)) == 6
+        for x in inputs(2):
+            for each in (model, plain):
+                loss_of(each, x).backward()
+                torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1).step()
+    assert_same(state_of(model), state_of(plain))
+
+
 def test_hooks_that_do_more_are_not_removed(disk_path):
     model = dispatched(Chain, disk_path / "offloaded", hook=LayerwiseCastingHook)
     with pytest.raises(penstock.ConfigError, match="the model has a LayerwiseCastingHook"):

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock import __version__
+from penstock.cli import deepspeed_config
 from penstock.cli.command import new_parser, size
 from penstock.cli.output import print_result, say
 from penstock.cli.paths import write_file
@@ -35,6 +36,7 @@ examples:
   penstock plan gpt2 --tokens 4096 --machine cpu --weights flash --memory 2GiB --optimizer adam
   penstock plan gpt2 --tokens 4096 --machine h200 --weights flash --ranks 64 --nodes 8 --ssds 4
   penstock plan train.py:build --batch 64 --machine here.toml --device-memory 20GiB --json
+  penstock plan --from-deepspeed ds.json
 
 Nothing is trained, and the machine need not be there. The exit code is 0 if a plan fits, 1 if none
 does. Sizes have a unit: GB is 10^9 bytes, GiB is 2^30."""
@@ -74,8 +76,8 @@ def parser() -> argparse.ArgumentParser:
         execute=execute,
     )
     made.add_argument(
-        "network", metavar="NETWORK", help="a network of the zoo, such as resnet50; your own function,"
-        " file.py:function; or a profile, file.json",
+        "network", metavar="NETWORK", nargs="?", help="a network of the zoo, such as resnet50; your own"
+        " function, file.py:function; or a profile, file.json",
     )  # fmt: skip
     made.add_argument("--batch", metavar="N", type=int, help="images or sequences in a step")
     made.add_argument(
@@ -83,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         " tokens in a step",
     )  # fmt: skip
     made.add_argument(
-        "--machine", required=True, metavar="NAME",
+        "--machine", metavar="NAME",
         help=f"{', '.join(Machine.presets())}; or a file written by `penstock bench machine`",
     )  # fmt: skip
     for name, text in (
@@ -142,6 +144,10 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="show every slot: every tensor saved in a step",
     )
+    made.add_argument(
+        "--from-deepspeed", metavar="FILE.json", help="in place of a plan: what stands for each key of a"
+        " DeepSpeed configuration, and the code and command that result",
+    )  # fmt: skip
     made.add_argument("--plot", metavar="FILE", help="draw one step, as .svg, .png or .pdf")
     made.add_argument(
         "--save-plan", metavar="FILE.json", help="write the plan; with --policy all, the best"
@@ -156,6 +162,11 @@ def execute(options: argparse.Namespace) -> int:
         ConfigError: An option, the network or the machine is invalid.
         PlanError: The file has no valid profile.
     """
+    if options.from_deepspeed is not None:
+        _refuse_others(options)
+        return deepspeed_config.execute(options)
+    if options.network is None or options.machine is None:
+        raise ConfigError("plan needs NETWORK and --machine; `penstock plan --help` has examples")
     if options.weights == "flash" or options.ranks is not None:
         return execute_step(options)
     for name in OF_RANKS:
@@ -185,6 +196,16 @@ def execute(options: argparse.Namespace) -> int:
     if not best.fits:
         say(f"error: {_why_not(outcomes)}")
     return 0 if best.fits else 1
+
+
+def _refuse_others(options: argparse.Namespace) -> None:
+    """Raise ConfigError if an option of plans stands beside ``--from-deepspeed``."""
+    allowed = {"from_deepspeed", "json", "debug", "execute"}
+    defaults = vars(parser().parse_args([]))
+    given = {name for name, value in vars(options).items() if value != defaults.get(name)}
+    if other := sorted(given - allowed):
+        name = "NETWORK" if other[0] == "network" else f"--{other[0].replace('_', '-')}"
+        raise ConfigError(f"--from-deepspeed makes no plan, so it takes no {name}: leave that out")
 
 
 def _largest(request: PlanRequest) -> dict[str, LargestFit]:

@@ -41,6 +41,16 @@ def _hooks_of(module: Module) -> Iterator[Any]:
         yield from getattr(found, "hooks", ())
 
 
+def tie_again(model: Module) -> None:
+    """Tie the weights that accelerate has untied, if the model has a ``tie_weights`` for that.
+
+    Call it while the parameters are on ``meta``: of tied weights one is loaded then.
+    """
+    tie = getattr(model, "tie_weights", None)
+    if callable(tie):
+        tie()
+
+
 def files_of(model: Module) -> list[WeightFile]:
     """Return the files to which accelerate has offloaded a model's weights.
 

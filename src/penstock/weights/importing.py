@@ -18,7 +18,13 @@ from penstock.io.files import open_path
 from penstock.observe.clients import WEIGHTS
 from penstock.store.blob import StrPath
 from penstock.store.checksums import RunningSum
-from penstock.weights.dispatched import check_hooks, files_of, is_dispatched, remove_hooks
+from penstock.weights.dispatched import (
+    check_hooks,
+    files_of,
+    is_dispatched,
+    remove_hooks,
+    tie_again,
+)
 from penstock.weights.homes import Home, WeightFiles, flat_bytes, use_count
 from penstock.weights.inplace import LEAST_BYTES, SourceFile, SourceHome
 from penstock.weights.pieces import PieceReader, PieceWriter
@@ -69,7 +75,8 @@ def load(
     next used. A weight whose values the program changes gets memory, or in a session a home.
 
     A model that accelerate has offloaded to disk is one on ``meta``, and the folder of that may be the
-    source. Hooks of accelerate are removed. Accelerate has untied weights: tie them again.
+    source. Hooks of accelerate are removed. Accelerate has untied weights: a model's own ``tie_weights``,
+    as those of transformers have it, ties them again.
 
     After an error in the middle, parameters on ``meta`` are as they were; the values of others are mixed.
 
@@ -122,10 +129,11 @@ def _load(
     floor_bytes: int,
     in_place: bool,
 ) -> None:
-    targets = state_of(model)
     is_offloaded = is_dispatched(model)
     if is_offloaded:
         check_hooks(model)
+        tie_again(model)
+    targets = state_of(model)
     chosen = _match(files, targets, others_have_values=is_offloaded)
     loading = _Loading(model, places, floor_bytes)
     if in_place:
