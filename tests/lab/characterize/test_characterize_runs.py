@@ -18,6 +18,7 @@ from penstock import WorkerError
 from penstock.cli import main
 from penstock.lab import zoo
 from penstock.lab.characterize import Settings, characterize, checkpoint_methods
+from penstock.lab.characterize.machine import threads_per_process
 from penstock.lab.characterize.networks import NETWORKS
 from penstock.lab.characterize.pipeline_stages import loss_from_logits, split, tied_weight
 from penstock.lab.characterize.rank_processes import spawn
@@ -152,6 +153,15 @@ def test_a_worker_that_is_killed_ends_the_run_and_nothing_is_left(disk_path):
     assert not workers()
 
 
+def test_processes_of_a_job_have_no_more_threads_together_than_there_are_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 2, 4, 6, 8})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads_per_process(world) for world in (2, 4, 8)] == [2, 1, 1]
+    assert threads_per_process(1) == 0  # torch's default
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_per_process(2) == 0  # torch obeys it
+
+
 @pytest.mark.slow
 def test_one_of_two_ranks_that_dies_takes_the_other_along(disk_path):
     facts = FACTS | {"parallel": "ddp", "world": 2}
@@ -197,7 +207,8 @@ def test_a_run_that_is_interrupted_leaves_nothing(how, disk_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "pipeline"])
-def test_two_processes_share_a_job(parallel, disk_path):
+def test_two_processes_share_a_job(parallel, disk_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     settings = Settings(
         networks=("gpt2", "googlenet"),
         parallel=parallel,
@@ -208,6 +219,8 @@ def test_two_processes_share_a_job(parallel, disk_path):
     made = characterize(settings)
     jsonschema.validate(json.loads(json.dumps(made)), SCHEMA)
     assert made["machine"]["processes"] == 2
+    share = max(1, made["machine"]["cores"] // 2)
+    assert [each["threads"] for each in made["networks"]] == [share, share]
     assert [stage["stage"] for stage in made["networks"][0]["stages"]] == [
         "pre-training",
         "fine-tuning",

@@ -13,7 +13,12 @@ from typing import Any, Final
 from penstock.core.errors import ConfigError
 from penstock.lab.characterize.claims import claims
 from penstock.lab.characterize.energy import EnergyMeter
-from penstock.lab.characterize.machine import device_kind, machine, process_count
+from penstock.lab.characterize.machine import (
+    device_kind,
+    machine,
+    process_count,
+    threads_per_process,
+)
 from penstock.lab.characterize.networks import NETWORKS, SCALE_MEANS
 from penstock.lab.characterize.rank_processes import RankProcesses, spawn
 from penstock.lab.characterize.scratch import check_free_space, scratch
@@ -53,12 +58,13 @@ def characterize(settings: Settings, *, say: Say = lambda _: None) -> dict[str, 
         PenstockError: An error in one of the processes.
     """
     with scratch(settings.directory) as folder:
+        world = process_count(settings.parallel)
         facts = {
             "scale": settings.scale,
             "parallel": settings.parallel,
-            "world": process_count(settings.parallel),
+            "world": world,
             "device": device_kind(),
-            "threads": 0,
+            "threads": threads_per_process(world),
         }
         records = []
         for number, name in enumerate(settings.networks, start=1):

@@ -39,6 +39,17 @@ def process_count(parallel: str) -> int:
     return count if parallel == "ddp" else _PIPELINE
 
 
+def threads_per_process(world: int) -> int:
+    """Return the number of threads for each of the processes of a job; 0: torch's default.
+
+    Each process of torch takes all cores by default. Several would then have more threads than there are
+    cores, and the threads of one spin while they wait for each other, on the cores that the others need.
+    """
+    if world == 1 or "OMP_NUM_THREADS" in os.environ:
+        return 0
+    return max(1, len(os.sched_getaffinity(0)) // world)
+
+
 def machine(directory: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the machine, without host name and paths, which would be published with the results."""
     return {
