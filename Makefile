@@ -46,7 +46,7 @@ test-all: $(VENV)/.base ## the tests, slow ones, random ones and those for a GPU
 	export PENSTOCK_TEST_RANDOM=1; $(PYTEST)
 	$(MAKE) test-places test-device test-device-all
 
-test-hosts: $(VENV)/.base $(VENV)/.hosts ## callbacks of Hugging Face and Lightning (installs both)
+test-hosts: $(VENV)/.base $(VENV)/.hosts ## callbacks and recipes for Hugging Face and Lightning (installs both)
 	$(PYTEST) tests/hosts
 
 test-package: $(VENV)/.base $(VENV)/.package ## wheel and source distribution, both used in a fresh environment

@@ -144,6 +144,13 @@ def test_every_known_key_has_an_answer(tmp_path):
                 assert row.counterpart != "unknown"
 
 
+def test_both_names_of_a_key_are_known(tmp_path, capsys):
+    configuration = json.loads(json.dumps(on_flash(tmp_path, INFINITY)).replace("stage3_", ""))
+    found = rows(told(capsys, written(tmp_path, configuration | {"bfloat16": {"enabled": True}})))
+    assert found["zero_optimization.max_live_parameters"]["text"] == "weights_memory='2MB'"
+    assert "torch.bfloat16" in found["bfloat16.enabled"]["text"]
+
+
 def test_nothing_is_said_twice_or_dropped(tmp_path, capsys):
     def leaves(value, prefix=""):
         for name, each in value.items():
@@ -178,7 +185,7 @@ def test_nothing_is_said_twice_or_dropped(tmp_path, capsys):
             "zero_optimization.offload_optimizer.device is the string 'disk'; it must be one of none,",
         ),
         (
-            '{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}',
+            '{"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}',
             "zero_optimization.offload_optimizer.nvme_path is missing",
         ),
         ('{"optimizer": {"params": {"lr": "1e-3"}}}', "optimizer.params.lr is the string '1e-3'"),
@@ -298,6 +305,27 @@ def test_states_on_the_host_and_ranks(tmp_path, capsys):
         "host_memory=SIZE" in rows(document)["zero_optimization.offload_optimizer.device"]["text"]
     )
     assert "reshard_after_forward=False" in rows(document)["zero_optimization.stage"]["text"]
+
+
+def test_nothing_is_offloaded_at_a_stage_at_which_deepspeed_does_not(tmp_path, capsys):
+    configuration = on_flash(tmp_path, INFINITY)
+    configuration["zero_optimization"]["stage"] = 0
+    document = told(capsys, written(tmp_path, configuration))
+    for part, stages in (("optimizer", "1 to 3"), ("param", "3 only")):
+        row = rows(document)[f"zero_optimization.offload_{part}.device"]
+        assert row["counterpart"] == "none"
+        assert stages in row["text"]
+    assert "Flash" not in document["code"]
+    assert "weights" not in document["command"]
+
+
+def test_two_directories_are_both_named(tmp_path, capsys):
+    configuration = on_flash(tmp_path, INFINITY)
+    configuration["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/second/one"
+    document = told(capsys, written(tmp_path, configuration))
+    assert "flash='/second/one'" in document["code"]
+    assert f"flash='{tmp_path}'" in document["code"]
+    assert any("--flash /second/one" in note for note in document["notes"])
 
 
 def test_an_optimizer_that_is_not_element_wise_stays(tmp_path, capsys):

@@ -5,7 +5,6 @@
 
 import contextlib
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 import penstock
 import preloaded
+from host_runs import needs, same, weights_of
 from penstock.core.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "hosts.md"
@@ -20,12 +20,6 @@ BLOCK = re.compile(r"^```python [^\n`]*hosts\n(.*?)^```$", re.MULTILINE | re.DOT
 SMALL = {"flash_capacity": "1GiB", "floor": "16KiB", "device_memory": "256KiB"}
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the hosts' own
-
-
-def needs(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip(name)
 
 
 @pytest.mark.parametrize(
@@ -37,14 +31,6 @@ def test_the_manuals_examples_run(host, number, disk_path):
     program.write_text(BLOCK.findall(PAGE.read_text())[number])
     done = preloaded.run([program], cwd=disk_path)
     assert done.returncode == 0, done.stderr
-
-
-def weights_of(model):
-    return {name: each.detach().clone() for name, each in model.named_parameters()}
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def train_by_trainer(path, *callbacks, **arguments):

@@ -33,7 +33,10 @@ LONG_NUMBER: Final = 1e5
 """Number from which whole numbers that are written as floats are shown with an exponent."""
 _OPTION: Final = re.compile(r"(--[a-z-]+) (?!-)")
 """An option before its value, from which no line break may part it."""
-_LIVE: Final = "zero_optimization.stage3_max_live_parameters"
+_LIVE: Final = (
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.max_live_parameters",
+)
 _TRAINER_NAMES: Final = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -104,9 +107,9 @@ class _Reader:
         self.half = any(
             self._get(f"{name}.enabled", False) is True for name in ("bf16", "bfloat16", "fp16")
         )
-        self.states = self._offloaded("optimizer", "cpu_offload")
+        self.states = self._offloaded("optimizer", "cpu_offload") if self.stage else None
         self.weights = self._offloaded("param", "cpu_offload_param") if self.stage == 3 else None
-        named = [
+        named = self.named = [
             self._path(part)
             for part, device in (("param", self.weights), ("optimizer", self.states))
             if device == "nvme"
@@ -150,7 +153,7 @@ class _Reader:
     @property
     def weights_memory(self) -> str:
         """Limit of weights in memory, from the number of parameters that may be live."""
-        live = self._get(_LIVE, 0) or LIVE_PARAMETERS
+        live = max(self._get(key, 0) for key in _LIVE) or LIVE_PARAMETERS
         nbytes = int(live) * (2 if self.half else 4)
         for unit, scale in (("GB", 10**9), ("MB", 10**6)):
             if nbytes % scale == 0:
@@ -234,6 +237,11 @@ class _Reader:
                 "On GPUs weights on flash are for one process; over ranks they have been tested on CPUs"
                 " only. weights_memory must hold the two largest weights."
             )
+        if len(set(self.named)) > 1:
+            yield (
+                f"The command has all in {self.named[0]}: with --flash {shlex.quote(self.named[1])} as"
+                " well, everything is spread over both."
+            )
         yield from self.optimizer.notes
 
     def _found(self, key: str, value: Any) -> tuple[Counterpart, str]:
@@ -241,7 +249,7 @@ class _Reader:
         if key in self.optimizer.rows:
             return self.optimizer.rows[key]
         known = KEYS.get(key)
-        named = key.removeprefix("zero_optimization.").replace(".", "_")
+        named = key.removeprefix("zero_optimization.").removeprefix("stage3_").replace(".", "_")
         if known is None:
             found = Counterpart.UNKNOWN, "no key of DeepSpeed's that this version of Penstock knows"
         elif value is None or value == {}:
@@ -250,7 +258,7 @@ class _Reader:
             found = Counterpart.SCRIPT, f"{_TRAINER_NAMES[key]} of TrainingArguments"
         elif known.text:
             found = known.counterpart, known.text
-        elif value == AUTO and key != _LIVE:
+        elif value == AUTO and key not in _LIVE:
             found = Counterpart.SCRIPT, "the trainer's own argument, if it has one"
         else:
             found = getattr(self, f"_of_{named}")(value)
@@ -272,6 +280,8 @@ class _Reader:
     def _of_offload_optimizer_device(self, device: str) -> tuple[Counterpart, str]:
         if device == "none":
             return Counterpart.UNSET, "states stay where the weights are"
+        if self.states is None:
+            return Counterpart.NONE, "DeepSpeed offloads states at stages 1 to 3 only; they stay"
         if self.optimizer.flash is None:
             return Counterpart.NONE, self.optimizer.why_not
         there = "" if device == "nvme" else "; host_memory=SIZE keeps some in memory"
@@ -304,7 +314,7 @@ class _Reader:
             "weights are on flash or in use: weights_memory= limits the latter, on a GPU in its memory"
         )
 
-    def _of_stage3_max_live_parameters(self, count: float) -> tuple[Counterpart, str]:
+    def _of_max_live_parameters(self, count: float) -> tuple[Counterpart, str]:
         if self.weights != "nvme":
             return Counterpart.UNSET, "FSDP2 frees each block after its use"
         return Counterpart.SESSION, f"weights_memory={self.weights_memory!r}"

@@ -358,10 +358,13 @@ _ALL: Final[dict[str, KnownKey]] = {
         buffer_dtype=("text", _T, "convert buffers in the script"),
     ),
 }
+_ALIASES: Final = (("bf16.", "bfloat16."), ("zero_optimization.stage3_", "zero_optimization."))
+"""Beginnings of keys, and those that DeepSpeed takes in their place."""
 KEYS: Final = _ALL | {
-    f"bfloat16.{key.removeprefix('bf16.')}": known
+    other + key.removeprefix(beginning): known
+    for beginning, other in _ALIASES
     for key, known in _ALL.items()
-    if key.startswith("bf16.")
+    if key.startswith(beginning)
 }
 """All keys, each with its sections and points between them."""
 SECTIONS: Final = frozenset(key.rpartition(".")[0] for key in KEYS) - {""}
