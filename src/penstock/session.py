@@ -86,6 +86,7 @@ class Session:
         machine: Machine | None = None,
         plan: Plan | None = None,
         event_bytes: int | None = None,
+        make_planner: Callable[..., Planner] = Planner,
     ) -> None:
         """Check the arguments without side effects. See :func:`penstock.offload`.
 
@@ -98,6 +99,7 @@ class Session:
             machine: Bandwidths for planning; by default they are measured when the session is opened.
             plan: User plan, in place of the configuration's policy.
             event_bytes: Memory for the latest events; by default the knob ``PENSTOCK_EVENT_MEMORY``.
+            make_planner: Class of the planner of each device.
 
         Raises:
             ConfigError: The model or the optimizer is of a wrong type.
@@ -109,6 +111,7 @@ class Session:
         self._optimizer = optimizer
         self.wrap_tier = wrap_tier
         self._machine = machine
+        self._make_planner = make_planner
         if plan is None and config.policy.endswith(user_plan.SUFFIX):
             plan = user_plan.load_plan(config.policy)
         self._given = plan
@@ -283,7 +286,7 @@ class Session:
         self.executor.time.watch.append(self._memory.look)
         self.devices = Devices(self._device, self.executor, self._open_other)
         stores.mover.account(self.devices.budget_of)
-        self.planner = Planner(
+        self.planner = self._make_planner(
             replace(
                 self._planner_settings(self._device, self.budget),
                 codec=self._codec(),
@@ -477,7 +480,8 @@ class Session:
             policy="auto" if self._given else self.config.policy,
             only_observed=True,  # it may appear in the middle of a pass
         )
-        return executor, Planner(settings, recorder=self.recorder, loaders=self._loaders)
+        planner = self._make_planner(settings, recorder=self.recorder, loaders=self._loaders)
+        return executor, planner
 
     def _codec(self) -> str:
         """Return the configured codec. Raises ConfigError if the device does not support it."""
@@ -592,6 +596,22 @@ class Session:
             self.on_step()
         self.recorder.begin_step(self._steps)
         self.recorder.raise_warning()
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose tensors are offloaded; of several, the session's own."""
+        return self._device
+
+    @property
+    def machine(self) -> Machine:
+        """The bandwidths for which plans are made, and what flash may hold.
+
+        Raises:
+            ClosedError: The session has not been opened.
+        """
+        if self._machine is None or self._stores is None:
+            raise ClosedError("machine: the session has not been opened")
+        return replace(self._machine, flash_bytes=self._stores.capacity_bytes("flash"))
 
     @property
     def plan(self) -> Plan | None:

@@ -94,7 +94,7 @@ def parts(words):
     while rest and not rest[0].startswith("-") and re.fullmatch(r"[a-z]+(-[a-z]+)*", rest[0]):
         subcommand.append(rest.pop(0))
     for word in rest:
-        if subcommand == ["run"] and (word.endswith(".py") or word == "-m"):
+        if subcommand in (["run"], ["plan"]) and (word.endswith(".py") or word == "-m"):
             break
         if word.startswith("--"):
             options.append(word.partition("=")[0])
@@ -104,6 +104,8 @@ def parts(words):
 def test_commands_are_taken_apart():
     line = "penstock run --device-memory 2GiB --flash=/a train.py --its --own"
     assert parts(line.split()) == (["run"], ["--device-memory", "--flash"])
+    line = "penstock plan --flash . --script train.py --its --own"
+    assert parts(line.split()) == (["plan"], ["--flash", "--script"])
     assert parts(["penstock", "bench", "io", "/dir", "--json"]) == (["bench", "io"], ["--json"])
 
 

@@ -3,7 +3,7 @@
 import copy
 import io
 import textwrap
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ import rank_programs
 from penstock import BudgetError, ConfigError, weights
 from penstock.core.errors import PenstockWarning
 from penstock.homed import home_of
+from penstock.io.engine import Priority
 from penstock.runtime.storage import TensorRef
 
 HELP = """
@@ -226,6 +227,24 @@ def test_whatever_changes_a_shard_is_noticed(one_rank, disk_path, change):
         assert torch.equal(one.full_tensor(), other)
         assert torch.equal(one.grad.full_tensor(), each.grad.full_tensor())
         assert torch.equal(each.full_tensor(), other)
+
+
+@pytest.mark.parametrize("change", [change_an_array_of_it, change_what_is_placed_the_same])
+def test_a_shard_that_is_changed_while_it_is_read_ahead(one_rank, disk_path, change):
+    """The read began before, and has the values before the change."""
+    plain, model = parallel(one_rank), parallel(one_rank)
+    weight, expected = model[0].weight, plain[0].weight
+    with session_of(model, disk_path) as session:
+        stay = session._weights._table.stay_of(weight)
+        with session._weights._table.wake:
+            session._weights._reads.begin(stay, Priority.PREFETCH)
+        with suppress(Exception):
+            stay.coming.wait()
+        with torch.no_grad():
+            for one in (weight, expected):
+                change(one)
+        x = torch.randn(4, 64)
+        assert torch.equal(model[0](x), plain[0](x))
 
 
 def test_a_shard_that_backward_needs_leaves_memory_meanwhile(one_rank, disk_path):

@@ -15,7 +15,7 @@ from typing import Final
 
 from penstock import __version__
 from penstock.cli import output
-from penstock.cli.command import INTERRUPTED_CODE, Command, formatter
+from penstock.cli.command import INTERRUPTED_CODE, UNREAD_CODE, Command, formatter
 from penstock.core.errors import PenstockError
 
 _COMMANDS: Final = {
@@ -46,8 +46,6 @@ examples:
 
 See `penstock COMMAND --help` for details. Exit codes: 0 success, 1 failure, 2 invalid arguments or
 configuration; `penstock run` exits with the script's own code."""
-_UNREAD: Final = 141
-"""Exit code after SIGPIPE, such as by `penstock ... | head`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return INTERRUPTED_CODE
     except output.UnreadError:
-        return _UNREAD
+        return UNREAD_CODE
     code: int = outcome if isinstance(outcome, int) else outcome()
     return code
 

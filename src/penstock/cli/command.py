@@ -9,6 +9,8 @@ from typing import Any, Final, Protocol
 
 INTERRUPTED_CODE: Final = 130
 """Exit code of a command that was ended by SIGINT, as in shells."""
+UNREAD_CODE: Final = 141
+"""Exit code after SIGPIPE, such as by ``penstock ... | head``."""
 formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=100)
 """Formatter that keeps the line breaks of help texts, 100 columns wide."""
 

@@ -58,13 +58,24 @@ def show(renderable: RenderableType, file: IO[str] | None) -> None:
 
 
 def print_result(
-    as_json: bool, document: Callable[[], dict[str, Any]], text: Callable[[], RenderableType]
+    as_json: bool,
+    document: Callable[[], dict[str, Any]],
+    text: Callable[[], RenderableType],
+    file: IO[str] | None = None,
 ) -> None:
-    """Print a result on standard output: its document as JSON, or its text."""
+    """Print a result: its document as JSON, or its text.
+
+    Args:
+        as_json: True for the document.
+        document: Makes the document.
+        text: Makes the text.
+        file: Where to; None: standard output.
+    """
+    out = sys.stdout if file is None else file
     if as_json:
-        write_json(document(), sys.stdout)
+        write_json(document(), out)
     else:
-        show(text(), sys.stdout)
+        show(text(), out)
 
 
 def write_json(document: dict[str, Any], file: IO[str] | None) -> None:
@@ -111,6 +122,20 @@ def _redirect_to_null(file: IO[str]) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, file.fileno())
         os.close(nowhere)
+
+
+def take_stdout() -> IO[str]:
+    """Reserve standard output for the JSON document; other output to it goes to standard error.
+
+    The descriptors are changed and not ``sys.stdout``, so that this covers C code and child processes.
+    """
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    if sys.__stdout__ is None or sys.__stderr__ is None:
+        raise ConfigError("--json needs both standard output and error open")
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    return os.fdopen(kept, "w", encoding="utf-8")
 
 
 def drop_output_if_full() -> None:

@@ -20,8 +20,14 @@ from penstock.plan.machine import Machine
 from penstock.plan.profile import Profile
 from penstock.plan.weights import ModuleWeights
 
+ALL: Final = "all"
+"""Value of ``--policy`` for all policies, not for the one of this name."""
 OPTIMIZER_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
 """Number of tensors of a parameter's size that each optimizer keeps."""
+FORMATS: Final = ("exact", "split", "bf16", "int8")
+"""Formats of the optimizer's records: those of ``penstock.optim.formats``, which loads torch."""
+OF_RANKS: Final = ("nodes", "ssds", "links", "network_rate", "peer_rate", "parallel")
+"""Options that go with ``--ranks`` only."""
 _RETURNS: Final = "it returns (module, inputs), or (module, inputs, loss)"
 
 

@@ -9,15 +9,14 @@ from typing import Final
 
 from penstock.cli.paths import file_to_write, picture_to_write
 from penstock.cli.plan_batches import LargestBatch
-from penstock.cli.plan_network import PlannedNetwork, TrainingSetup, parse_settings, subject
+from penstock.cli.plan_network import ALL, PlannedNetwork, TrainingSetup, parse_settings, subject
+from penstock.cli.recorded_step import RecordedStep
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, parse_bandwidth, parse_bytes
 from penstock.plan import machines, policies
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.profile import Profile
 
-ALL: Final = "all"
-"""Value of ``--policy`` for all policies, not for the one of this name."""
 MAX_DATA_SHARE: Final = 0.9
 """Limit for the share of flash reads by data loaders; ``Machine.less_read`` always leaves a tenth."""
 
@@ -52,7 +51,7 @@ def check(options: argparse.Namespace) -> PlanRequest:
         ConfigError: An option, the network or the machine is invalid.
         PlanError: The file has no valid profile.
     """
-    machine = machines.find(options.machine)
+    machine = machine_of(options)
     device = options.device or device_of(machine)
     budgets = Budgets(
         device_bytes=bytes_of(options, "device_memory", machine.device_bytes, least=1),
@@ -66,7 +65,7 @@ def check(options: argparse.Namespace) -> PlanRequest:
     if not every:
         policies.get(options.policy)
     _check_paths(options)
-    training = TrainingSetup(machine, device, options.optimizer, options.autocast)
+    training = TrainingSetup(machine, device, options.optimizer or "sgd", options.autocast)
     found = subject(options.network, training, parse_settings(options.set))
     batch_size, profile, search = options.batch, found.profile, None
     if profile is None:
@@ -91,6 +90,17 @@ def check(options: argparse.Namespace) -> PlanRequest:
         profile=profile,
         search=search,
     )
+
+
+def machine_of(options: argparse.Namespace, recorded: RecordedStep | None = None) -> Machine:
+    """Return the machine that is named, or else that on which a script's step was recorded.
+
+    Raises:
+        ConfigError: There is no such machine.
+    """
+    if options.machine is None and recorded is not None:
+        return recorded.machine
+    return machines.find(options.machine)
 
 
 def device_of(machine: Machine) -> str:

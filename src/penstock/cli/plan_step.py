@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -20,25 +20,24 @@ from rich.text import Text
 from penstock import __version__
 from penstock.cli.output import print_result
 from penstock.cli.plan_network import (
+    FORMATS,
+    OF_RANKS,
     PlannedNetwork,
     StepShapes,
     TrainingSetup,
     parse_settings,
     subject,
 )
-from penstock.cli.plan_request import bytes_of, data_rate, device_of
+from penstock.cli.plan_request import bytes_of, data_rate, device_of, machine_of
+from penstock.cli.recorded_step import RecordedStep
 from penstock.core.errors import BudgetError, ConfigError, NoSpaceError, PenstockError
 from penstock.core.units import format_bytes, parse_bandwidth, round_up
-from penstock.plan import Machine, machines, policies
+from penstock.plan import Machine, policies
 from penstock.plan.ranks import PARALLEL, Ranks
 from penstock.plan.training_step import ENGINE_BYTES, StepPlan, StepPlanner, forward_part
 from penstock.plan.weights import ModuleWeights, forward_only, with_records
 from penstock.report.step_table import ChangedStep, changed_steps, ranks_line, whole_step
 
-FORMATS: Final = ("exact", "split", "bf16", "int8")
-"""Formats of the optimizer's records: those of ``penstock.optim.formats``, which loads torch."""
-OF_RANKS: Final = ("nodes", "ssds", "links", "network_rate", "peer_rate", "parallel")
-"""Options that go with ``--ranks`` only."""
 _STATES: Final = {
     "sgd": (),
     "momentum": ("momentum_buffer",),
@@ -75,6 +74,8 @@ class StepRequest:
     tbw_bytes: int | None
     forward_only: bool
     weights_stay: bool
+    states: tuple[str, ...] | None = None
+    """Names of the optimizer's states, if they are known otherwise than by its name."""
 
     @cached_property
     def machine(self) -> Machine:
@@ -102,7 +103,7 @@ class StepRequest:
         divided = self.ranks.divide(self.shapes.weights)
         if self.forward_only:
             return forward_only(divided)
-        return with_records(divided, record_bytes(self.optimizer, self.format))
+        return with_records(divided, record_bytes(self.optimizer, self.format, self.states))
 
     @cached_property
     def planner(self) -> StepPlanner:
@@ -142,8 +143,15 @@ def _of_one_rank(node: Machine, ranks: Ranks, device: str, rate: int) -> Machine
     return share.less_read(rate) if rate else share
 
 
-def record_bytes(optimizer: str, format_name: str) -> Callable[[int, str], int]:
+def record_bytes(
+    optimizer: str, format_name: str, states: Sequence[str] | None = None
+) -> Callable[[int, str], int]:
     """Return a function of (trained parameters, dtype) to the bytes of their records on flash.
+
+    Args:
+        optimizer: Value of ``--optimizer``.
+        format_name: Format of the records.
+        states: Names of the states that it keeps; None: those of ``optimizer``.
 
     Raises:
         ConfigError: When called: the format is not for this dtype.
@@ -151,13 +159,14 @@ def record_bytes(optimizer: str, format_name: str) -> Callable[[int, str], int]:
     torch = importlib.import_module("torch")
     config = importlib.import_module("penstock.optim.config")
     formats = importlib.import_module("penstock.optim.formats")
-    states = [formats.State(name, torch.float32) for name in _STATES[optimizer]]
+    names = _STATES[optimizer] if states is None else states
+    kept = [formats.State(name, torch.float32) for name in names]
 
     def count(elements: int, dtype: str) -> int:
         form = formats.form_of(
             format_name,
             getattr(torch, dtype),
-            states,
+            kept,
             with_master=True,
             whole_master=False,
             where=f"--format {format_name}",
@@ -169,12 +178,8 @@ def record_bytes(optimizer: str, format_name: str) -> Callable[[int, str], int]:
     return count
 
 
-def check_step(options: argparse.Namespace) -> StepRequest:
-    """Check every option before any work is done; then make the profile.
-
-    Raises:
-        ConfigError: An option, the network or the machine is invalid.
-    """
+def check_step_options(options: argparse.Namespace) -> None:
+    """Check what needs neither the machine nor the network. Raises ConfigError."""
     for name, why in _UNUSED.items():
         if getattr(options, name) is not None:
             raise ConfigError(
@@ -185,8 +190,24 @@ def check_step(options: argparse.Namespace) -> StepRequest:
             "--policy all does not go with --weights flash or --ranks; name one policy"
         )
     policies.get(options.policy)
-    node = machines.find(options.machine)
-    device = options.device or device_of(node)
+
+
+def check_step(
+    options: argparse.Namespace, recorded: RecordedStep | None = None, *, name: str = ""
+) -> StepRequest:
+    """Check every option before any work is done; then make the profile.
+
+    Args:
+        options: The parsed command line.
+        recorded: A step of the user's script, in place of a network.
+        name: The script.
+
+    Raises:
+        ConfigError: An option, the network or the machine is invalid.
+    """
+    check_step_options(options)
+    node = machine_of(options, recorded)
+    device = options.device or (device_of(node) if recorded is None else recorded.device)
     ranks, node = _ranks(options, node)
     machine = ranks.share_of(node, device=device)
     memory_bytes = bytes_of(options, "memory", machine.device_bytes, least=1)
@@ -196,27 +217,34 @@ def check_step(options: argparse.Namespace) -> StepRequest:
         flash_bytes = None
     tbw_bytes = None if options.tbw is None else bytes_of(options, "tbw", 0, least=1)
     rate = data_rate(options.data_rate, machine)
-    machine = _of_one_rank(node, ranks, device, rate)
-    # states are on flash, so that none are in device memory
-    training = TrainingSetup(machine, device, "sgd", options.autocast)
-    found = subject(options.network, training, parse_settings(options.set))
-    if found.step_of is None:
-        raise ConfigError(
-            f"{found.name!r}: a profile does not say what the weights are; name the network, of the zoo"
-            " or file.py:function"
-        )
-    step_of = functools.cache(found.step_of)
-    found = replace(found, step_of=step_of)
-    batch_size = _batch_size(options, step_of)
+    shapes: StepShapes
+    if recorded is not None:
+        found = PlannedNetwork(name, None)
+        batch_size, shapes = recorded.samples or recorded.passes, recorded
+        states: tuple[str, ...] | None = states_on_flash(recorded)
+    else:
+        machine = _of_one_rank(node, ranks, device, rate)
+        # states are on flash, so that none are in device memory
+        training = TrainingSetup(machine, device, "sgd", options.autocast)
+        found = subject(options.network, training, parse_settings(options.set))
+        if found.step_of is None:
+            raise ConfigError(
+                f"{found.name!r}: a profile does not say what the weights are; name the network, of the"
+                " zoo or file.py:function"
+            )
+        step_of = functools.cache(found.step_of)
+        found = replace(found, step_of=step_of)
+        batch_size, states = _batch_size(options, step_of), None
+        shapes = step_of(batch_size)
     return StepRequest(
         subject=found,
         batch_size=batch_size,
-        shapes=step_of(batch_size),
+        shapes=shapes,
         node=node,
         ranks=ranks,
         data_bytes_per_s=rate,
         device=device,
-        optimizer=options.optimizer,
+        optimizer=options.optimizer or ("sgd" if recorded is None else recorded.optimizer),
         format=options.format or "exact",
         policy=options.policy,
         memory_bytes=memory_bytes,
@@ -225,7 +253,18 @@ def check_step(options: argparse.Namespace) -> StepRequest:
         tbw_bytes=tbw_bytes,
         forward_only=options.forward_only,
         weights_stay=options.weights == "keep",
+        states=states,
     )
+
+
+def states_on_flash(recorded: RecordedStep) -> tuple[str, ...]:
+    """Return the states of a recorded optimizer. Raises ConfigError if they cannot be on flash."""
+    if recorded.states_unknown:
+        raise ConfigError(
+            f"the states of {recorded.optimizer} cannot be planned for on flash:"
+            f" {recorded.states_unknown}"
+        )
+    return recorded.states
 
 
 def _ranks(options: argparse.Namespace, node: Machine) -> tuple[Ranks, Machine]:
@@ -284,15 +323,27 @@ def execute_step(options: argparse.Namespace) -> int:
         BudgetError: The memory is below the least.
         NoSpaceError: Flash has no room.
     """
-    request = check_step(options)
+    print_step(check_step(options), options)
+    return 0
+
+
+def print_step(
+    request: StepRequest, options: argparse.Namespace, file: IO[str] | None = None
+) -> None:
+    """Plan a step, and print the plan, on standard output if no file is given.
+
+    Raises:
+        BudgetError: The memory is below the least.
+        NoSpaceError: Flash has no room.
+    """
     plan = request.plan()
     changes = list(_changes(request, plan))
     print_result(
         options.json,
         lambda: document(request, plan, changes),
         lambda: text(request, plan, changes, verbose=options.verbose),
+        file,
     )
-    return 0
 
 
 def _changes(request: StepRequest, plan: StepPlan) -> Iterator[ChangedStep]:
@@ -312,9 +363,9 @@ def _changes(request: StepRequest, plan: StepPlan) -> Iterator[ChangedStep]:
     if plan.read_bytes or plan.written_bytes:
         yield _changed(f"twice the memory, {format_bytes(more.memory_bytes)}", more)
     step_of, batch = request.subject.step_of, 2 * request.batch_size
-    assert step_of is not None
-    twice = replace(request, batch_size=batch, shapes=step_of(batch))
-    yield _changed(f"twice the {request.unit}, {twice.units}", twice)
+    if step_of is not None:
+        twice = replace(request, batch_size=batch, shapes=step_of(batch))
+        yield _changed(f"twice the {request.unit}, {twice.units}", twice)
     if plan.parameters:
         for name in FORMATS:
             if name != request.format:

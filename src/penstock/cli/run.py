@@ -31,11 +31,12 @@ from penstock.cli.output import (
     report,
     say,
     show,
+    take_stdout,
     write_json,
     write_json_line,
 )
 from penstock.cli.paths import file_to_write, spill_directory
-from penstock.cli.script import Program, find, run_as_main
+from penstock.cli.script import Program, find_program, request_huge_pages, run_as_main
 from penstock.cli.torch_import import when_imported
 from penstock.core import knobs
 from penstock.core.config import OffloadConfig
@@ -104,8 +105,6 @@ _TRACE_BYTES: Final = 64 * MIB
 """Minimum memory for the latest events if a trace is to be written."""
 _PATIENCE_S: Final = 10.0
 """Longest time that rank 0 waits at the end for the summaries of others."""
-_HUGE_PAGES: Final = "THP_MEM_ALLOC_ENABLE"
-"""Variable that makes torch request huge pages for large CPU tensors, read at the first of them."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -222,7 +221,7 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
     if not words:
         raise ConfigError("nothing to run; name a script, or a module with -m")
     config, trace, states = checked(options)
-    program = _program(words, is_module=bool(module))
+    program = find_program(words, is_module=bool(module))
     misplaced = notes.misplaced_options(parser(), options, words)
     if misplaced is not None and rank() in (None, 0):
         say(misplaced)
@@ -233,7 +232,7 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
         drop_output_if_full()
     lifecycle.resume_arguments = _resume_arguments(options, words)
     if options.json:
-        lifecycle.answer = _take_stdout()
+        lifecycle.answer = take_stdout()
     return lambda: _run(program, lifecycle)
 
 
@@ -246,7 +245,7 @@ def checked(
 
 
 def _run(program: Program, lifecycle: _RunLifecycle) -> int:
-    os.environ.setdefault(_HUGE_PAGES, "1")
+    request_huge_pages()
     lifecycle.pending = PendingSignals()
     atexit.register(lifecycle.finish)
     when_imported(lifecycle.start)
@@ -261,17 +260,6 @@ def _run(program: Program, lifecycle: _RunLifecycle) -> int:
         raise
     lifecycle.code = 0
     return 0
-
-
-def _program(words: list[str], *, is_module: bool) -> Program:
-    """Find the program to run. Raises SystemExit if the script does not exist."""
-    try:
-        return find(words[0], words[1:], is_module=is_module)
-    except SystemExit:
-        note = notes.program_on_path(words[0])
-        if note is not None:
-            say(note)
-        raise
 
 
 def _code_of(exit: SystemExit) -> int:
@@ -537,17 +525,3 @@ def _resume_arguments(options: argparse.Namespace, words: list[str]) -> dict[str
 
 def _file(name: str | Path | None, option: str) -> str | None:
     return None if name is None else file_to_write(name, option)
-
-
-def _take_stdout() -> IO[str]:
-    """Reserve standard output for the JSON document; other output to it goes to standard error.
-
-    The descriptors are changed and not ``sys.stdout``, so that this covers C code and child processes.
-    """
-    if sys.stdout is not None:
-        sys.stdout.flush()
-    if sys.__stdout__ is None or sys.__stderr__ is None:
-        raise ConfigError("--json needs both standard output and error open")
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    return os.fdopen(kept, "w", encoding="utf-8")

@@ -19,10 +19,13 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import ModuleType, TracebackType
 from typing import Final, Protocol
 
-from penstock.cli import torch_import
+from penstock.cli import notes, torch_import
+from penstock.cli.output import say
 
 _OUR_FOLDER: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _IMPORT_MACHINERY: Final = "<frozen importlib"
+_HUGE_PAGES: Final = "THP_MEM_ALLOC_ENABLE"
+"""Variable that makes torch request huge pages for large CPU tensors, read at the first of them."""
 
 
 class Program(Protocol):
@@ -54,6 +57,27 @@ def find(target: str, arguments: Sequence[str], *, is_module: bool) -> Program:
         return _Container(path, target, arguments)
     _check_readable(path)
     return _File(path, target, arguments)
+
+
+def find_program(words: Sequence[str], *, is_module: bool) -> Program:
+    """Find the program of a command line: a script or a module, and its arguments.
+
+    Raises:
+        SystemExit: The script cannot be opened; the interpreter's own message was printed, and what
+            to do if it is a program and no script.
+    """
+    try:
+        return find(words[0], words[1:], is_module=is_module)
+    except SystemExit:
+        note = notes.program_on_path(words[0])
+        if note is not None:
+            say(note)
+        raise
+
+
+def request_huge_pages() -> None:
+    """Have torch request huge pages for large tensors, unless the environment says otherwise."""
+    os.environ.setdefault(_HUGE_PAGES, "1")
 
 
 def run_as_main(program: Program) -> None:

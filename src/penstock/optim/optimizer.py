@@ -24,9 +24,11 @@ from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.io.engine import Engine
 from penstock.optim import state_dict as dicts
 from penstock.optim.config import StatesConfig
+from penstock.optim.formats import State
 from penstock.optim.memory import memory_notes
 from penstock.optim.overlap import Overlap
-from penstock.optim.probe import ProbedOptimizer
+from penstock.optim.params import options_of
+from penstock.optim.probe import ProbedOptimizer, probe
 from penstock.optim.states import FlashStates
 from penstock.optim.wear import StepWear, wear_of
 
@@ -289,6 +291,36 @@ def on_flash(optimizer: T, **settings: Any) -> T:
     made._penstock = states
     made._note_scaling()
     return optimizer
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[State, ...]]:
+    """Find by trial the states that an optimizer keeps for each parameter that has a gradient.
+
+    It does not step, and nothing of it is changed; the trial is on small tensors.
+
+    Raises:
+        ConfigError: It cannot be run on tiles, so its states could not be on flash; with the reason.
+    """
+    cls = type(optimizer)
+    if isinstance(optimizer, OnFlash):
+        raise ConfigError(f"the states of this {cls.__name__} are on flash already")
+    initial = functools.partial(_initial, _made_at_first(optimizer))
+    reference: weakref.ref[torch.optim.Optimizer] = weakref.ref(optimizer)
+    config = StatesConfig(flash=".")  # nothing is opened there
+    source = ProbedOptimizer(reference, cls, config, initial, prefers_master=False)
+    found: dict[Tensor, tuple[State, ...]] = {}
+    for group in optimizer.param_groups:
+        options = options_of(group)
+        kept: dict[torch.dtype, tuple[State, ...]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.dtype not in kept:
+                where = f"parameters of {parameter.dtype}"
+                made = probe(source, options, parameter.dtype, initial(options), where=where)
+                kept[parameter.dtype] = made.states
+            found[parameter] = kept[parameter.dtype]
+    return found
 
 
 def _report_costs(states: FlashStates) -> None:

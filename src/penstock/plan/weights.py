@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 from penstock.core.errors import PlanError
@@ -124,6 +125,48 @@ class ModuleWeights:
     def state_bytes(self) -> int:
         """Bytes of its records that a step reads, and writes."""
         return self.record_bytes if self.updated else 0
+
+
+class OperatorRuns:
+    """Runs of operators of one module and direction, one after the other; each uses weights once."""
+
+    def __init__(self, operators: Sequence[Operator]) -> None:
+        """Divide the operators of a profile into runs."""
+        self._uses = list(_runs(operators))
+        self._of = [
+            place for place, use in enumerate(self._uses) for _ in range(use.first, use.last + 1)
+        ]
+
+    def uses_of(
+        self, used: Iterable[int], final: int | None
+    ) -> tuple[tuple[WeightUse, ...], WeightUse | None]:
+        """Return the uses of one module's weights, and the operators that make its gradient.
+
+        Args:
+            used: Indices of the operators that use the weights.
+            final: Index of the operator after which the gradient is final; None: there is no gradient.
+                It is there from the first operator of backward that uses the weights, or of the run in
+                which it is final.
+        """
+        places = {self._of[index] for index in used}
+        gradient = None
+        if final is not None:
+            end = self._of[final]
+            places.add(end)  # the update needs the weights
+            begin = min(place for place in places if place == end or self._uses[place].backward)
+            gradient = WeightUse(self._uses[begin].first, self._uses[end].last, backward=True)
+        return tuple(self._uses[place] for place in sorted(places)), gradient
+
+
+def _runs(operators: Sequence[Operator]) -> Iterator[WeightUse]:
+    if not operators:
+        return
+    first = 0
+    for index, (one, other) in enumerate(pairwise(operators)):
+        if (one.module, one.backward) != (other.module, other.backward):
+            yield WeightUse(first, index, one.backward)
+            first = index + 1
+    yield WeightUse(first, len(operators) - 1, operators[-1].backward)
 
 
 def with_records(

@@ -31,6 +31,7 @@ from penstock.store.account import Account
 from penstock.weights.brought import BroughtMemory
 from penstock.weights.homes import Home, WeightFiles, is_dense, use_count, view_like
 from penstock.weights.model import rest_weights
+from penstock.weights.state_dict import detached
 
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Types that rest: those of which NaN can be shown at rest."""
@@ -87,6 +88,11 @@ class DeviceHome(Home):
         """See :class:`.resting.RestingHome`; raises ClosedError without a session."""
         self._check_open()
         super().begin_touch()
+
+    def detached(self) -> Tensor | None:
+        """See :class:`.resting.RestingHome`; raises ClosedError without a session."""
+        self._check_open()
+        return detached(self)
 
     def replaced(self, data: Tensor) -> None:
         """See :class:`.resting.RestingHome`; raises ClosedError without a session."""

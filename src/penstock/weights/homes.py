@@ -370,6 +370,10 @@ class Home:
         """See :class:`.resting.RestingHome`."""
         return None if self.keeper is None else self.keeper.rows(self, indices)
 
+    def detached(self) -> Tensor | None:
+        """See :class:`.resting.RestingHome`: a state dict has the mapping."""
+        return None
+
     def replaced(self, data: Tensor) -> None:
         """See :class:`.resting.RestingHome`."""
         if self.keeper is not None:

@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.nn.functional import embedding
 
 from penstock.homed import home_of, is_sharded, local_of
@@ -111,13 +113,21 @@ def _metadata() -> Iterator[Any]:
             yield found
 
 
-_METADATA: Final = frozenset(_metadata())
+METADATA: Final = frozenset(_metadata())
 """Functions that neither read nor write values."""
+SET_METADATA: Final = frozenset(
+    {
+        *(getattr(Tensor, name).__set__ for name in _SET if hasattr(Tensor, name)),
+        *(getattr(Tensor, name) for name in _METHODS if name.startswith(("register", "retain"))),
+        Tensor.requires_grad_,
+    }
+)
+"""Those of them that change something of the tensor."""
 _LAYOUT: Final = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.dim_order})
 """Those of them that tell of another memory at rest, if the home is not mapped."""
 _SET_DATA: Final = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA: Final = Tensor.data.__get__  # type: ignore[attr-defined]
-_ADDRESSES: Final = frozenset({Tensor.data_ptr})
+ADDRESSES: Final = frozenset({Tensor.data_ptr})
 """Functions whose result says where the values are, though it is no tensor."""
 _no_function: Final = torch._C.DisableTorchFunctionSubclass
 
@@ -155,6 +165,9 @@ class RestingHome(Protocol):
             A row for each index, in host memory; None if the values are in memory, or should be.
         """
 
+    def detached(self) -> Tensor | None:
+        """Return what a state dict has of the values; None: a tensor that shares their memory."""
+
     def replaced(self, data: Tensor) -> None:
         """Take other values in place of the present ones, as ``parameter.data = data`` asks for."""
 
@@ -176,11 +189,17 @@ class Resting:
     ) -> Any:
         """Run an operation on the values at home, or in memory, and tell the home of it."""
         kwargs = kwargs or {}
+        caller = sys._getframe(1).f_code if func is Tensor.detach else None
+        if caller is _SAVER:
+            home = _home_of(cast(Parameter, args[0]))
+            standing = None if home is None else home.detached()
+            if standing is not None:
+                return standing
         if func in _LAYOUT and isinstance(args[0], Resting):
             home = _home_of(cast(Parameter, args[0]))
             if home is not None and not home.is_mapped:
                 return func(home.layout, *args[1:], **kwargs)
-        if func in _METADATA:
+        if func in METADATA and (func != Tensor.type or len(args) == 1):
             with _no_function():
                 return func(*args, **kwargs)
         if func is embedding:
@@ -194,8 +213,8 @@ class Resting:
             if is_new and not is_sharded(args[0]):  # whose values torch does not replace
                 homes[0][1].replaced(args[1])
                 return None
-            result = _run(func, args, kwargs, homes)
-        if func is Tensor.detach and sys._getframe(1).f_code is _MAKER:
+            result = run_touched(func, args, kwargs, homes)
+        if func is Tensor.detach and caller is _MAKER:
             result.__class__ = type(args[0])  # else Parameter(parameter) refuses it
         return result
 
@@ -294,9 +313,10 @@ KINDS: Final = Kinds(RestingParameter, BusyParameter, Parameter)
 
 
 _MAKER: Final = Parameter.__new__.__code__
+_SAVER: Final = Module._save_to_state_dict.__code__
 
 
-def _run(
+def run_touched(
     func: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -304,7 +324,7 @@ def _run(
 ) -> Any:
     """Call a function between the beginning and the end of a touch of each weight."""
     begun: list[tuple[Parameter, RestingHome, int]] = []
-    changes = func in _ADDRESSES or _is_in_place(func) or "out" in kwargs
+    changes = func in ADDRESSES or _is_in_place(func) or "out" in kwargs
     result = None
     over = False
     try:
@@ -313,13 +333,13 @@ def _run(
             begun.append((each, home, each._version))
         result = func(*args, **kwargs)
         over = True
-        if func in _ADDRESSES:
+        if func in ADDRESSES:
             for _, home in homes:
                 home.addressed()
     finally:
         for each, home, version in begun:
             may_differ = changes or not over or each._version != version
-            if not may_differ and _aliases(result, each):
+            if not may_differ and aliases(result, each):
                 may_differ = home.is_mapped or func == _GET_DATA or not isinstance(result, Tensor)
             home.end_touch(changed=may_differ)
     return result
@@ -361,6 +381,31 @@ def lend(parameter: Parameter) -> None:
         home.lent()
 
 
+@dataclass
+class Touch:
+    """An operation on a weight, at home or in memory.
+
+    Attributes:
+        changes: True if it may change the values, or gives their memory away.
+    """
+
+    changes: bool = False
+
+
+@contextmanager
+def touched(parameter: Parameter) -> Iterator[Touch]:
+    """Let a weight stay where it is in a ``with`` block, in which no transfer of it is in flight."""
+    touch, home = Touch(), _home_of(parameter)
+    if home is None:
+        yield touch
+        return
+    home.begin_touch()
+    try:
+        yield touch
+    finally:
+        home.end_touch(changed=touch.changes)
+
+
 def _reduced(parameter: Parameter) -> Any:
     """Return what makes an ordinary parameter of these values."""
     hooks: dict[int, Any] = {}
@@ -380,7 +425,7 @@ def _resting(values: Iterable[Any]) -> Iterator[Parameter]:
             yield from _resting(value)
 
 
-def _aliases(result: Any, tensor: Tensor) -> bool:
+def aliases(result: Any, tensor: Tensor) -> bool:
     """Return whether a result may be the tensor's own memory."""
     if result is tensor or isinstance(result, bool | int | float | str | torch.Size):
         return False
@@ -390,8 +435,8 @@ def _aliases(result: Any, tensor: Tensor) -> bool:
         mine, its = local_of(tensor).untyped_storage(), local_of(result).untyped_storage()
         return bool(mine._cdata == its._cdata)
     if isinstance(result, list | tuple):
-        return any(_aliases(each, tensor) for each in result)
+        return any(aliases(each, tensor) for each in result)
     return True
 
 
-leave_untraced(Resting.__torch_function__.__func__, _run, _embedded, _aliases, _home_of)  # type: ignore[attr-defined]
+leave_untraced(Resting.__torch_function__.__func__, run_touched, _embedded, aliases, _home_of)  # type: ignore[attr-defined]

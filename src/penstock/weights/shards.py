@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from penstock.weights.resting import Busy, Kinds, Resting, lend
+from penstock.weights.resting import Busy, Kinds, Resting, touched
 
 
 class _Lent(DTensor):
@@ -24,18 +24,17 @@ class _Lent(DTensor):
 
     def to_local(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the local tensor, as DTensor does; it shares the memory of the values."""
-        lend(cast(Parameter, self))
-        with torch._C.DisableTorchFunctionSubclass():
+        with touched(cast(Parameter, self)) as touch, torch._C.DisableTorchFunctionSubclass():
+            touch.changes = True
             return _other(DTensor.to_local(self, *args, **kwargs), self._local_tensor)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """Return it placed otherwise, as DTensor does; if nothing moves it shares the memory."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with touched(cast(Parameter, self)) as touch, torch._C.DisableTorchFunctionSubclass():
             made = DTensor.redistribute(self, *args, **kwargs)
-            if made._local_tensor.untyped_storage()._cdata == (
-                self._local_tensor.untyped_storage()._cdata
-            ):
-                lend(cast(Parameter, self))
+            mine = self._local_tensor.untyped_storage()._cdata
+            if made._local_tensor.untyped_storage()._cdata == mine:
+                touch.changes = True
                 made._local_tensor = _other(made._local_tensor, self._local_tensor)
         return made
 

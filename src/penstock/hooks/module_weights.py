@@ -1,0 +1,108 @@
+"""Weights of a network for plans: the module that owns each, the operators that use it, its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import torch
+
+from penstock.plan.operators import Operator
+from penstock.plan.weights import ModuleWeights, OperatorRuns
+
+_NO_OPERATORS: Final[Sequence[int]] = ()
+
+
+class ParameterOwners:
+    """Parameters by the module that owns them. A shared one belongs to the module that comes first.
+
+    Attributes:
+        owned: Parameters of each module that owns any, by its path.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
+        """Find the parameters of modules, each given with its path."""
+        self.owned: dict[str, list[torch.nn.Parameter]] = {}
+        self._owner: dict[int, str] = {}
+        for path, module in modules:
+            for parameter in module.parameters(recurse=False):
+                cdata = parameter.untyped_storage()._cdata
+                if cdata not in self._owner:
+                    self._owner[cdata] = path
+                    self.owned.setdefault(path, []).append(parameter)
+
+    def owner_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the path of the module that owns the storage of a tensor; None if none does."""
+        return self._owner.get(tensor.untyped_storage()._cdata)
+
+    def weights(
+        self,
+        operators: Sequence[Operator],
+        used: Mapping[str, Iterable[int]],
+        final: Mapping[str, int],
+    ) -> tuple[ModuleWeights, ...]:
+        """Return the weights of each module.
+
+        Args:
+            operators: Operators of one step.
+            used: Indices of the operators that use the weights of a module, by its path.
+            final: Index of the operator after which its gradient is final; modules without one get none.
+        """
+        runs = OperatorRuns(operators)
+        return tuple(self._weights_of(path, runs, used, final) for path in self.owned)
+
+    def _weights_of(
+        self,
+        path: str,
+        runs: OperatorRuns,
+        used: Mapping[str, Iterable[int]],
+        final: Mapping[str, int],
+    ) -> ModuleWeights:
+        parameters = self.owned[path]
+        trained = [one for one in parameters if one.requires_grad]
+        uses, gradient = runs.uses_of(used[path], final.get(path))
+        return ModuleWeights(
+            module=path,
+            nbytes=sum(one.nbytes for one in parameters),
+            trained_bytes=sum(one.nbytes for one in trained),
+            trained=sum(one.numel() for one in trained),
+            dtype=str((trained or parameters)[0].dtype).removeprefix("torch."),
+            uses=uses,
+            gradient=gradient,
+        )
+
+
+def recorded_weights(
+    modules: Sequence[tuple[str, torch.nn.Module]], operators: Sequence[Operator]
+) -> tuple[ModuleWeights, ...]:
+    """Return the weights of a step that was observed, which names the module of each operator.
+
+    A weight is used while a module runs that has it; if that module was never called, while the module
+    around it runs. Its gradient is final after the last such run in backward.
+
+    Args:
+        modules: All modules with the paths that operators have, the outer ones first.
+        operators: Operators of the step, in order.
+    """
+    by_path: dict[str, list[int]] = {}
+    for index, one in enumerate(operators):
+        by_path.setdefault(one.module, []).append(index)
+    owners = ParameterOwners(modules)
+    used: dict[str, set[int]] = {path: set() for path in owners.owned}
+    final: dict[str, int] = {}
+    for path, module in modules:
+        for parameter in module.parameters(recurse=False):
+            owner = owners.owner_of(parameter)
+            assert owner is not None
+            used[owner].update(_operators_of(path, by_path))
+            if parameter.requires_grad and parameter.grad is not None:
+                last = max((i for i in used[owner] if operators[i].backward), default=-1)
+                final[owner] = last if last >= 0 else len(operators) - 1
+    return owners.weights(operators, used, final)
+
+
+def _operators_of(path: str, by_path: Mapping[str, Sequence[int]]) -> Sequence[int]:
+    """Return the operators of a module, or of the nearest one around it that has any."""
+    while path not in by_path and "." in path:
+        path = path.rpartition(".")[0]
+    return by_path.get(path, _NO_OPERATORS)
