@@ -111,6 +111,16 @@ def test_each_key_is_said_and_what_is_unknown_too(tmp_path, capsys):
     assert document["code"] in text
 
 
+def test_code_with_a_long_path_is_not_wrapped(tmp_path, capsys):
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    file = written(tmp_path, on_flash(folder, INFINITY))
+    document = told(capsys, file)
+    text = shown(capsys, file)
+    assert str(folder) in document["code"]
+    assert document["code"] in text
+
+
 def test_every_known_key_has_an_answer(tmp_path):
     """Of every value that it may have, and beside ``auto``."""
     values = {

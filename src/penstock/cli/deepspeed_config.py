@@ -382,8 +382,8 @@ def document(found: Translation) -> dict[str, Any]:
 
 def text(found: Translation) -> RenderableType:
     """Render the translation for the terminal."""
-    parts = [Text(found.source, style="bold"), Text(), _table(found), Text()]
-    parts += [Text("In the script", style="bold"), Text(), Text(found.code)]
+    parts = [_verbatim(found.source, style="bold"), Text(), _table(found), Text()]
+    parts += [Text("In the script", style="bold"), Text(), _verbatim(found.code)]
     parts += [Text("Or for a script that makes its own optimizer and loop", style="bold"), Text()]
     for command in (found.command, found.command_on_ranks):
         if command is not None:
@@ -394,10 +394,15 @@ def text(found: Translation) -> RenderableType:
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-            parts.append(Text("$ " + " \\\n".join(wrapped).replace("\0", " ")))
+            parts.append(_verbatim("$ " + " \\\n".join(wrapped).replace("\0", " ")))
     for note in found.notes:
         parts += [Text(), Text(note)]
     return Group(*parts)
+
+
+def _verbatim(text: str, style: str = "") -> Text:
+    """Return text whose lines are not wrapped, however long their paths are."""
+    return Text(text, style=style, no_wrap=True, overflow="ignore")
 
 
 def _table(found: Translation) -> RenderableType:

@@ -51,7 +51,7 @@ def show(renderable: RenderableType, file: IO[str] | None) -> None:
         return
     if file.isatty():
         with _write_errors(file):
-            Console(file=file).print(renderable)
+            Console(file=file).print(renderable, crop=False)
     else:
         name = getattr(file, "encoding", None) or "utf-8"
         write_text((to_text(renderable) + "\n").encode(name, "replace").decode(name), file)

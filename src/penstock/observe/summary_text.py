@@ -55,7 +55,7 @@ def to_text(renderable: RenderableType, *, width: int | None = None) -> str:
         legacy_windows=False,
     )
     with console.capture() as capture:
-        console.print(renderable)
+        console.print(renderable, crop=False)  # a line that is not to be wrapped is whole
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
