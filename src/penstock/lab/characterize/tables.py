@@ -40,7 +40,8 @@ def _head(document: Mapping[str, Any]) -> Text:
     how = {"none": "one process", "ddp": "data parallelism", "pipeline": "a pipeline"}
     processes = "" if machine["processes"] == 1 else f" of {machine['processes']} processes"
     return Text(
-        f"{scale_words(document)}; {settings['epochs']} epochs of {settings['steps']} steps;"
+        f"{scale_words(document)}; {settings['epochs']}"
+        f" epoch{'' if settings['epochs'] == 1 else 's'} of {settings['steps']} steps;"
         f" {how[settings['parallel']]}{processes} on {machine['device']}, {machine['cores']} cores"
         f" ({machine['cpu']}), {machine['filesystem']}; energy {machine['energy']}"
     )
