@@ -219,7 +219,7 @@ def report(
     console.print()
     console.print(side_by_side(f"{args.steps} steps", ("without Penstock", "with"), rows))
     console.print()
-    console.print(spilled["text"], highlight=False, markup=False)
+    console.print(spilled["text"], highlight=False, markup=False, soft_wrap=True)
     figure = args.out / "memory.png"
     plot_memory(
         [series["without"], series["with"], held],

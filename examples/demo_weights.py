@@ -116,7 +116,7 @@ def main() -> int:
             took = time.perf_counter() - begun
             console.print(f"  step {step}: loss {loss.item():.4f}, {took:.1f} s")
         console.print()
-        console.print(str(session.summary()), highlight=False, markup=False)
+        console.print(str(session.summary()), highlight=False, markup=False, soft_wrap=True)
     optimizer.close()
     figure = args.out / "weights.png"
     rss = MemorySeries.of(read_events(log), "rss", run="with Penstock")
