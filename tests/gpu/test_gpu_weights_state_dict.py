@@ -97,7 +97,7 @@ def _worked_with(state):
             torch.linalg.vector_norm(each),
             each.double(),
             each.to("cpu"),
-            torch.empty_like(each) * 0,
+            torch.zeros_like(each),
         ]
     x = torch.ones(WIDTH, device=DEVICE, requires_grad=True)
     (each @ x).sum().backward()

@@ -207,6 +207,7 @@ def _compare(
         "codecs": sorted({each.codec for each in session.plan.decisions} - {""})
         if session.plan
         else [],
+        "recomputed": len(session.plan.recomputed) if session.plan else 0,
         "link_out_bytes_per_s": out,
         "link_in_bytes_per_s": back,
         "plain_forward_s": statistics.median(forward_s),
