@@ -29,6 +29,8 @@ from penstock.store.base import Tier, TierSpec
 DEVICE = torch.device("cpu")
 COPY_NS = 1000
 """How long any copy takes."""
+IDLE_NS = 1_000_000
+"""How long a stream does nothing that is told to."""
 
 
 class Schedule:
@@ -165,6 +167,9 @@ class SimLink:
         kind = stream.name.split("-")[0]
         if self.broken != f"{kind} streams do not wait":
             stream.put("wait", event)
+
+    def idle(self, stream):
+        stream.put("run", lambda: None, IDLE_NS)
 
     def reached(self, event):
         assert not event.idle

@@ -43,6 +43,15 @@ class Bench:
     def mark(self):
         return self.timer.mark(self.clock.now_ns())
 
+    def run_until_now(self):
+        """Let the device do what it has done by the host's time."""
+        for stream in self.link.streams:
+            while stream.queue and stream.runnable:
+                _, _, told_ns, takes_ns = stream.queue[0]
+                if max(stream.now_ns, told_ns) + takes_ns > self.clock.now_ns():
+                    break
+                stream.step()
+
     def since_first(self, *marks):
         """By the device's time, in ns."""
         times = self.timer.times()
@@ -100,6 +109,36 @@ def test_a_wait_that_the_device_did_not_notice_costs_nothing(bench):
     bench.timer.wait_ends(waiting)
     bench.link.launch(takes_ns=10_000)
     assert bench.since_first(first, bench.mark()) == [0, 110_000]
+
+
+def test_after_a_wait_the_host_is_ahead_as_in_any_other_pass(bench):
+    """Each of 20 operators takes the device 30 us and the host 10 us to launch, and a hook 100 us."""
+    first = bench.mark()
+    for _ in range(20):
+        bench.clock.advance(10_000)
+        bench.link.launch(takes_ns=30_000)
+        bench.run_until_now()
+        waiting = bench.timer.wait_begins()
+        bench.clock.advance(100_000)
+        bench.run_until_now()
+        bench.timer.wait_ends(waiting)
+    took_ns = bench.since_first(first, bench.mark())[1]
+    assert 20 * 30_000 <= took_ns <= 20 * 30_000 + 10_000
+
+
+def test_a_host_that_is_slower_than_the_device_is_part_of_the_step_whatever_is_left_out(bench):
+    """Each of 20 operators takes the device 10 us and the host 30 us to launch, and a hook 100 us."""
+    first = bench.mark()
+    for _ in range(20):
+        bench.clock.advance(30_000)
+        bench.link.launch(takes_ns=10_000)
+        bench.run_until_now()
+        waiting = bench.timer.wait_begins()
+        bench.clock.advance(100_000)
+        bench.run_until_now()
+        bench.timer.wait_ends(waiting)
+    took_ns = bench.since_first(first, bench.mark())[1]
+    assert 20 * 30_000 <= took_ns <= 20 * 30_000 + 10_000
 
 
 def test_waits_and_moments_within_a_wait_are_part_of_it(bench):

@@ -31,6 +31,8 @@ _PORTABLE: Final = 1
 """``cudaHostRegisterPortable``: pinned for every device, not only for the current one."""
 _MAPPED: Final = 2
 """``ACL_HOST_REG_MAPPED``, of Ascend: for memory that begins at a multiple of 4096, as slabs do."""
+_IDLE_CYCLES: Final = 2_000_000
+"""Of a clock of 1 to 2 GHz."""
 _FIGURES: Final = ("mem_get_info", "memory_reserved", "memory_stats_as_nested_dict")
 """Functions of torch's module for a kind of device that tell of memory."""
 
@@ -132,6 +134,13 @@ class CudaLink:
     def wait(self, stream: Stream, event: Event) -> None:
         """Have everything enqueued on ``stream`` from now on run after ``event``."""
         stream.wait_event(event)
+
+    def idle(self, stream: Stream) -> None:
+        """Have ``stream`` do nothing for a while, about a millisecond; where the kind of device can."""
+        sleep = getattr(self._torch, "_sleep", None)
+        if sleep is not None:
+            with self.within(stream):
+                sleep(_IDLE_CYCLES)
 
     def reached(self, event: Event) -> bool:
         """Return whether the device has come to ``event``."""

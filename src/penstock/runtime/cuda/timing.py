@@ -17,9 +17,15 @@
        has work to do has cost no time. So it is with Penstock's own work in hooks, which is the longer
        for a pass that is observed: on a device that has nothing to do meanwhile, most of such a pass
        would be that. A wait within another one is part of it, and so are moments within.
-    3. *Several streams.* Moments keep the order in which the host came to them: one whose stream was
+    3. *A host that is ahead.* After a wait in which the device has run out of work, each operator would
+       begin only when the host has launched it, and the time of that launch would be added to the
+       operator's, while in other passes the host is ahead of the device. So the device idles for
+       another millisecond, as a part of the wait: the host gets ahead again, and what is measured is
+       the operators' own time. The host's time counts where it is the longer: a moment is not before
+       the host would have come to it without the waits.
+    4. *Several streams.* Moments keep the order in which the host came to them: one whose stream was
        ahead of another's is put at the time of the one before it.
-    4. *Captures.* An event that is recorded in a CUDA graph tells no time. Meanwhile no moment is marked.
+    5. *Captures.* An event that is recorded in a CUDA graph tells no time. Meanwhile no moment is marked.
 """
 
 from __future__ import annotations
@@ -49,6 +55,8 @@ class _Moment:
 
     number: int | None
     reached: Reached
+    host_ns: int = 0
+    """When the host came to it, by its clock without waits."""
     since: Reached = ()
 
 
@@ -67,8 +75,10 @@ class DeviceTimer:
         self._moments: deque[_Moment] = deque(maxlen=MOST_MOMENTS)
         self._number = 0
         self._told = False
-        self._waiting: dict[int, Reached] = {}
-        """Events at which waits of threads have begun, by the thread's identifier."""
+        self._left_out_ns = 0
+        """Host time of the waits of this pass, and of marking its moments."""
+        self._waiting: dict[int, tuple[Reached, int]] = {}
+        """Events at which waits of threads have begun and the host's time, by thread identifier."""
 
     def see(self, device: torch.device) -> None:
         """Time this device from now on, too."""
@@ -83,6 +93,7 @@ class DeviceTimer:
             with self._lock:
                 self._moments.clear()
                 self._told = False
+                self._left_out_ns = 0
 
     def mark(self, at_ns: int) -> int:
         """Mark this moment of the calling thread.
@@ -93,13 +104,17 @@ class DeviceTimer:
         Returns:
             Its number: ``at_ns``, or a little more, for no two moments have the same.
         """
-        reached = self._waiting.get(threading.get_ident(), ())
-        if not reached and not self._capturing():
+        now_ns = self._clock.now_ns()
+        reached, since_ns = self._waiting.get(threading.get_ident(), ((), now_ns))
+        within = bool(reached)
+        if not within and not self._capturing():
             reached = self._record()
         with self._lock:
             number = self._number = max(at_ns, self._number + 1)
             if reached:
-                self._moments.append(_Moment(number, reached))
+                self._moments.append(_Moment(number, reached, since_ns - self._left_out_ns))
+            if not within:
+                self._left_out_ns += self._clock.now_ns() - now_ns
         return number
 
     def wait_begins(self) -> Reached:
@@ -110,15 +125,25 @@ class DeviceTimer:
         thread = threading.get_ident()
         if not self._moments or thread in self._waiting or self._capturing():
             return ()
-        since = self._waiting[thread] = self._record()
+        begun_ns = self._clock.now_ns()
+        since = self._record()
+        self._waiting[thread] = since, begun_ns
         return since
 
     def wait_ends(self, since: Reached) -> None:
         """End a wait in which nothing was enqueued; ``since`` is what ``wait_begins`` returned."""
-        if since and self._waiting.pop(threading.get_ident(), ()) is since:  # else a pass has begun
-            moment = _Moment(None, self._record(), since)
-            with self._lock:
-                self._moments.append(moment)
+        if not since:
+            return
+        begun, begun_ns = self._waiting.pop(threading.get_ident(), ((), 0))
+        if begun is not since:  # a pass has begun meanwhile
+            return
+        for _, stream, event in since:
+            if self._link.reached(event):
+                self._link.idle(stream)
+        moment = _Moment(None, self._record(), since=since)
+        with self._lock:
+            self._moments.append(moment)
+            self._left_out_ns += self._clock.now_ns() - begun_ns
 
     def times(self) -> Mapping[int, int]:
         """When devices came to the moments since ``begin``, in ns, by number; waits for them.
@@ -133,16 +158,20 @@ class DeviceTimer:
             self._told = True
         found: dict[int, int] = {}
         anchors = self._anchors(moments)
-        offset_ns: int | None = None
-        latest_ns = waited_ns = 0
+        worked_ns = waited_ns = 0
+        first: _Moment | None = None
+        latest_ns = 0
         for moment in moments:
             at_ns = _at(moment.reached, anchors, self._link)
             if moment.number is None:
                 waited_ns += max(0, at_ns - _at(moment.since, anchors, self._link))
                 continue
-            if offset_ns is None:
-                latest_ns, offset_ns = moment.number, moment.number - at_ns + waited_ns
-            latest_ns = max(latest_ns, offset_ns + at_ns - waited_ns)
+            if first is None:
+                first, latest_ns, worked_ns = moment, moment.number, at_ns - waited_ns
+            done_ns = max(worked_ns, at_ns - waited_ns)
+            host_ns = moment.host_ns - first.host_ns + (first.number or 0)
+            latest_ns = max(latest_ns + done_ns - worked_ns, host_ns)
+            worked_ns = done_ns
             found[moment.number] = latest_ns
         return found
 
