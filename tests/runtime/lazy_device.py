@@ -89,6 +89,9 @@ class LazyLink:
         """The stream of the interpreter is busy for so long."""
         self.now_ns += ns
 
+    def idle(self, stream):
+        """It does not take the device long to do nothing."""
+
     @property
     def current(self):
         return getattr(self._within, "stream", self._base)

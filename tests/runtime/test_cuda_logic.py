@@ -25,7 +25,7 @@ from penstock.core.units import KIB
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Stage
 from penstock.runtime.cuda import link, pinned
-from penstock.runtime.cuda.lanes import Copy, CopyLane, start_daemon
+from penstock.runtime.cuda.lanes import MOST_ENQUEUED, Copy, CopyLane, start_daemon
 from penstock.runtime.movers import RESTORED
 from penstock.store.account import Account
 
@@ -953,6 +953,36 @@ def test_restored_storages_are_charged_to_the_account_of_their_device(rig):
     assert other.used_by(RESTORED) == NBYTES
     del beyond
     assert other.used_by(RESTORED) == 0
+
+
+def test_a_device_is_told_of_a_few_copies_at_a_time():
+    """A driver that is told of more lets the thread that enqueues them wait, and the device idle."""
+    rig = Rig(host=64 * MOST_ENQUEUED * KIB)
+    count = 3 * MOST_ENQUEUED
+    tickets = [rig.spill(number, 4 * KIB, rig.host_tier) for number in range(count)]
+    (lane,) = rig.mover._lanes.all()
+
+    def told():
+        return sum(what.timed for kind, what, *_ in lane._stream.queue if kind == "record") // 2
+
+    assert told() == MOST_ENQUEUED
+    rig.serve()
+    assert (told(), len(lane._flying)) == (MOST_ENQUEUED, count - 1)
+    rig.settle()
+    reads = [rig.fetch(ticket, Priority.PREFETCH) for ticket in tickets]
+    settled = [transfer.done for _, transfer in reads]
+    assert settled == [True] * MOST_ENQUEUED + [False] * (count - MOST_ENQUEUED)
+    rig.serve()
+    assert reads[MOST_ENQUEUED][1].done, "the lane's thread goes on"
+    assert not reads[MOST_ENQUEUED + 1][1].done
+    wrong = []
+    for number, (target, transfer) in enumerate(reads):
+        while not transfer.done:
+            assert rig.serve()
+        rig.check(rig.mover.finish(target), number, wrong)
+    rig.settle()
+    assert not wrong
+    rig.close()
 
 
 def test_a_lane_whose_thread_cannot_be_told_its_device_answers_all_the_same(rig):

@@ -19,7 +19,7 @@ blocks = []
 for _ in range(4000):  # what is in use between them keeps them from being returned
     blocks.append(libc.malloc(65536))
     ctypes.memset(blocks[-1], 1, 65536)
-    libc.malloc(64)
+    libc.malloc(2000)  # larger than the small blocks that are free already
 for block in blocks:
     libc.free(block)
 kept = ProcessMemory().held_bytes() - before

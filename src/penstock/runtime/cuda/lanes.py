@@ -8,6 +8,13 @@ done with it, which the lane's thread waits for. Only then may its memory be fre
     that waiting for the network's kernels does not count as slow copying. Where it lies on the host's
     clock is known exactly for a copy whose end the thread really waited for; the ends of others are
     reckoned from the last such one by device time.
+
+[Note: copies that are enqueued]
+    A driver that has 28 copies to do on a stream (CUDA 13 on an H200) lets whoever enqueues another, or
+    an event there, wait for one of them; and what waits is the program's thread, which then has the
+    device idle. So no more than ``MOST_ENQUEUED`` are enqueued at a time. Others are issued, in their
+    order, by the lane's thread, whenever one has landed. Until then nobody can have a stream wait for
+    them: a thread that needs such a copy waits itself, while the device has many others to do.
 """
 
 from __future__ import annotations
@@ -37,6 +44,8 @@ demand (on a stream of its own, so that it overtakes what waits for an event; a 
 of one direction in the order in which they were enqueued), or from memory that is not pinned. Or what
 comes before and after I/O that needs no copy: the host waits for what uses the memory, or makes a digest.
 """
+MOST_ENQUEUED: Final = 16
+"""Copies of a lane that the device is told of at a time; see [Note: copies that are enqueued]."""
 _INWARDS: Final = ("in", "demand", "beyond")
 _OUTWARDS: Final = ("out", "out-beyond")
 _ALWAYS_IN_THE_THREAD: Final = ("beyond", "out-beyond", "digest")
@@ -70,7 +79,7 @@ class CopyLane:
     """A stream for copies in one direction, and a thread that waits for their ends. Thread-safe.
 
     Attributes:
-        inline: Whether the thread that submits a copy also issues it.
+        inline: Whether the thread that submits a copy also issues it, unless others wait to be issued.
     """
 
     def __init__(
@@ -104,6 +113,8 @@ class CopyLane:
         self._name = f"penstock-copy-{direction}-{device}"
         self._wake = condition()
         self._flying: deque[Copy] = deque()
+        self._enqueued = 0
+        """How many of the oldest ones have been issued; only where that is done inline."""
         self._stopping = False
         self._ended = threading.Event()
         self._anchor: tuple[Event, int] | None = None
@@ -121,10 +132,9 @@ class CopyLane:
                 self._start_thread = None
             self._flying.append(copy)
             self._wake.notify_all()
-            if self.inline:  # under the lock, so that copies end in the order of the queue
-                self._issue(copy)
-        if self.inline:
-            _tell_issued(copy)
+            issued = self._issue_waiting()
+        for each in issued:
+            _tell_issued(each)
 
     def await_landing(self) -> int:
         """Wait until the oldest copy that still holds its storage has landed: its bytes; 0 if none."""
@@ -177,8 +187,22 @@ class CopyLane:
             self._reuse(copy.start, copy.end, None if anchor is None else anchor[0])
         with self._wake:
             self._flying.popleft()
+            self._enqueued = max(0, self._enqueued - 1)
+            issued = self._issue_waiting()
             self._wake.notify_all()
+        for each in issued:
+            _tell_issued(each)
         return True
+
+    def _issue_waiting(self) -> list[Copy]:
+        """Issue what may be issued inline; under the lock, so that copies end in the queue's order."""
+        issued: list[Copy] = []
+        while self.inline and self._enqueued < min(len(self._flying), MOST_ENQUEUED):
+            copy = self._flying[self._enqueued]
+            self._enqueued += 1
+            self._issue(copy)
+            issued.append(copy)
+        return issued
 
     def _work(self) -> None:
         with suppress(Exception):  # if the device is lost, each copy says so

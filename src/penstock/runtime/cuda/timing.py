@@ -158,21 +158,20 @@ class DeviceTimer:
             self._told = True
         found: dict[int, int] = {}
         anchors = self._anchors(moments)
-        worked_ns = waited_ns = 0
-        first: _Moment | None = None
-        latest_ns = 0
+        worked_ns = waited_ns = latest_ns = 0
+        offset_ns: int | None = None
         for moment in moments:
             at_ns = _at(moment.reached, anchors, self._link)
             if moment.number is None:
                 waited_ns += max(0, at_ns - _at(moment.since, anchors, self._link))
                 continue
-            if first is None:
-                first, latest_ns, worked_ns = moment, moment.number, at_ns - waited_ns
+            if offset_ns is None:
+                offset_ns = moment.number - at_ns
+                worked_ns = latest_ns = at_ns
             done_ns = max(worked_ns, at_ns - waited_ns)
-            host_ns = moment.host_ns - first.host_ns + (first.number or 0)
-            latest_ns = max(latest_ns + done_ns - worked_ns, host_ns)
+            latest_ns = max(latest_ns + done_ns - worked_ns, moment.host_ns)
             worked_ns = done_ns
-            found[moment.number] = latest_ns
+            found[moment.number] = latest_ns + offset_ns
         return found
 
     def _capturing(self) -> bool:
