@@ -126,29 +126,6 @@ def test_after_a_wait_the_host_is_ahead_as_in_any_other_pass(bench):
     assert 20 * 30_000 <= took_ns <= 20 * 30_000 + 10_000
 
 
-def test_a_host_that_is_slower_than_the_device_is_part_of_the_step_whatever_is_left_out(bench):
-    """Each of 20 operators takes the device 10 us and the host 30 us to launch, and a hook 100 us."""
-    first = bench.mark()
-    for _ in range(20):
-        bench.clock.advance(30_000)
-        bench.link.launch(takes_ns=10_000)
-        bench.run_until_now()
-        waiting = bench.timer.wait_begins()
-        bench.clock.advance(100_000)
-        bench.run_until_now()
-        bench.timer.wait_ends(waiting)
-    took_ns = bench.since_first(first, bench.mark())[1]
-    assert 20 * 30_000 <= took_ns <= 20 * 30_000 + 10_000
-
-
-def test_a_host_that_was_ahead_when_the_pass_began_does_not_count(bench):
-    bench.link.launch(takes_ns=500_000)
-    first = bench.mark()
-    bench.clock.advance(300_000)
-    bench.link.launch(takes_ns=10_000)
-    assert bench.since_first(first, bench.mark()) == [0, 10_000]
-
-
 def test_waits_and_moments_within_a_wait_are_part_of_it(bench):
     first = bench.mark()
     outer = bench.timer.wait_begins()

@@ -21,8 +21,9 @@
        begin only when the host has launched it, and the time of that launch would be added to the
        operator's, while in other passes the host is ahead of the device. So the device idles for
        another millisecond, as a part of the wait: the host gets ahead again, and what is measured is
-       the operators' own time. The host's time counts where it is the longer: a moment is not before
-       the host would have come to it without the waits.
+       the operators' own time. So it is where the host is the slower of the two in every pass: then
+       a step takes longer than its profile. That is the better error: a plan that takes computing for
+       longer than it is moves more than it can hide.
     4. *Several streams.* Moments keep the order in which the host came to them: one whose stream was
        ahead of another's is put at the time of the one before it.
     5. *Captures.* An event that is recorded in a CUDA graph tells no time. Meanwhile no moment is marked.
@@ -55,8 +56,6 @@ class _Moment:
 
     number: int | None
     reached: Reached
-    host_ns: int = 0
-    """When the host came to it, by its clock without waits."""
     since: Reached = ()
 
 
@@ -75,10 +74,8 @@ class DeviceTimer:
         self._moments: deque[_Moment] = deque(maxlen=MOST_MOMENTS)
         self._number = 0
         self._told = False
-        self._left_out_ns = 0
-        """Host time of the waits of this pass, and of marking its moments."""
-        self._waiting: dict[int, tuple[Reached, int]] = {}
-        """Events at which waits of threads have begun and the host's time, by thread identifier."""
+        self._waiting: dict[int, Reached] = {}
+        """Events at which waits of threads have begun, by the thread's identifier."""
 
     def see(self, device: torch.device) -> None:
         """Time this device from now on, too."""
@@ -93,7 +90,6 @@ class DeviceTimer:
             with self._lock:
                 self._moments.clear()
                 self._told = False
-                self._left_out_ns = 0
 
     def mark(self, at_ns: int) -> int:
         """Mark this moment of the calling thread.
@@ -104,17 +100,13 @@ class DeviceTimer:
         Returns:
             Its number: ``at_ns``, or a little more, for no two moments have the same.
         """
-        now_ns = self._clock.now_ns()
-        reached, since_ns = self._waiting.get(threading.get_ident(), ((), now_ns))
-        within = bool(reached)
-        if not within and not self._capturing():
+        reached = self._waiting.get(threading.get_ident(), ())
+        if not reached and not self._capturing():
             reached = self._record()
         with self._lock:
             number = self._number = max(at_ns, self._number + 1)
             if reached:
-                self._moments.append(_Moment(number, reached, since_ns - self._left_out_ns))
-            if not within:
-                self._left_out_ns += self._clock.now_ns() - now_ns
+                self._moments.append(_Moment(number, reached))
         return number
 
     def wait_begins(self) -> Reached:
@@ -125,25 +117,18 @@ class DeviceTimer:
         thread = threading.get_ident()
         if not self._moments or thread in self._waiting or self._capturing():
             return ()
-        begun_ns = self._clock.now_ns()
-        since = self._record()
-        self._waiting[thread] = since, begun_ns
+        since = self._waiting[thread] = self._record()
         return since
 
     def wait_ends(self, since: Reached) -> None:
         """End a wait in which nothing was enqueued; ``since`` is what ``wait_begins`` returned."""
-        if not since:
-            return
-        begun, begun_ns = self._waiting.pop(threading.get_ident(), ((), 0))
-        if begun is not since:  # a pass has begun meanwhile
-            return
-        for _, stream, event in since:
-            if self._link.reached(event):
-                self._link.idle(stream)
-        moment = _Moment(None, self._record(), since=since)
-        with self._lock:
-            self._moments.append(moment)
-            self._left_out_ns += self._clock.now_ns() - begun_ns
+        if since and self._waiting.pop(threading.get_ident(), ()) is since:  # else a pass has begun
+            for _, stream, event in since:
+                if self._link.reached(event):
+                    self._link.idle(stream)
+            moment = _Moment(None, self._record(), since)
+            with self._lock:
+                self._moments.append(moment)
 
     def times(self) -> Mapping[int, int]:
         """When devices came to the moments since ``begin``, in ns, by number; waits for them.
@@ -158,20 +143,17 @@ class DeviceTimer:
             self._told = True
         found: dict[int, int] = {}
         anchors = self._anchors(moments)
-        worked_ns = waited_ns = latest_ns = 0
         offset_ns: int | None = None
+        latest_ns = waited_ns = 0
         for moment in moments:
             at_ns = _at(moment.reached, anchors, self._link)
             if moment.number is None:
                 waited_ns += max(0, at_ns - _at(moment.since, anchors, self._link))
                 continue
             if offset_ns is None:
-                offset_ns = moment.number - at_ns
-                worked_ns = latest_ns = at_ns
-            done_ns = max(worked_ns, at_ns - waited_ns)
-            latest_ns = max(latest_ns + done_ns - worked_ns, moment.host_ns)
-            worked_ns = done_ns
-            found[moment.number] = latest_ns + offset_ns
+                latest_ns, offset_ns = moment.number, moment.number - at_ns + waited_ns
+            latest_ns = max(latest_ns, offset_ns + at_ns - waited_ns)
+            found[moment.number] = latest_ns
         return found
 
     def _capturing(self) -> bool:
