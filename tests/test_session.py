@@ -33,6 +33,21 @@ def train(net, steps):
         optimizer.zero_grad()
 
 
+def test_a_limit_that_varies_is_no_budget_that_was_exceeded(session_for):
+    """Of one limit for all memory saved tensors have what others leave, which is less in the end."""
+    net = network()
+    with session_for(net, memory="4GiB") as session:
+        train(net, 2)
+        session.budget.limit_bytes = 1 << 20
+        (line,) = [each for each in session.summary().memory if each.memory == "device"]
+    assert line.peak_bytes > 1 << 20
+    assert line.budget_bytes is None
+    with session_for(net, memory="4GiB", device_memory="8MiB") as session:
+        train(net, 2)
+        (line,) = [each for each in session.summary().memory if each.memory == "device"]
+    assert line.budget_bytes == 8 << 20
+
+
 def test_the_summary_adds_up(session_for):
     net = network()
     with session_for(net, device_memory="8MiB", policy="auto", tbw="1TB") as session:

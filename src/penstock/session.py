@@ -805,10 +805,10 @@ class Session:
             policy=self._policy_name,
             device=str(self._device),
             **self._label(),
-            budget_bytes=_limit_of(self.budget),
+            budget_bytes=self._budget_of(self._device, self.budget),
             other_budgets=tuple(
-                (each.budget.name, _limit_of(each.budget))
-                for each in self.devices.all.values()
+                (each.budget.name, self._budget_of(device, each.budget))
+                for device, each in self.devices.all.items()
                 if each is not self.executor
             ),
             host_budget_bytes=config.host_bytes or None,
@@ -824,6 +824,12 @@ class Session:
             warnings=(*self._attachment.notes, *self._plan_notes()),
             host=self._memory.use(saved_bytes),
         )
+
+    def _budget_of(self, device: torch.device, account: Account) -> int | None:
+        """Return the limit that saved tensors had all the time; ``None`` if there was none."""
+        if device.type == "cpu" and self.config.memory_request is not None:  # what others leave
+            return self.config.device_bytes if self.config.device_memory is not None else None
+        return _limit_of(account)
 
     def _label(self) -> dict[str, Any]:
         """Return rank, local rank and machine of this process, if there are several."""
