@@ -39,8 +39,59 @@ class Reference(ABC):
         """Return the tensor as it was saved. Raises ``InPlaceError`` if it has changed."""
 
 
+class WithoutMemory(Tensor):
+    """Tensor of a state dict that has its values brought when it is worked with.
+
+    Nobody should ask for its address, or that of the parameter: that would bring it, for good.
+    """
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter whose values it has."""
+        raise NotImplementedError
+
+    @property
+    def directory(self) -> str:
+        """The directory in which the values are."""
+        raise NotImplementedError
+
+    def on_host(self) -> Tensor:
+        """Return the values in host memory: mapped, or a copy of what is newer on the device.
+
+        What is mapped changes with the parameter: read it before the next update. Raises TransferError.
+        """
+        raise NotImplementedError
+
+
+class HostValues:
+    """Values of tensors, those of weights that a device works with in host memory, and each once."""
+
+    def __init__(self) -> None:
+        """Know none yet."""
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor itself, or the values of one without memory; tied ones are one tensor."""
+        if not isinstance(tensor, WithoutMemory):
+            return tensor
+        parameter = tensor.parameter
+        if id(parameter) not in self._known:
+            self._known[id(parameter)] = parameter, tensor.on_host()
+        return self._known[id(parameter)][1]
+
+
+def has_address(tensor: Tensor) -> bool:
+    """Return whether a tensor is in memory or mapped: not a weight that rests for a device."""
+    home = home_of(tensor)
+    return not isinstance(tensor, WithoutMemory) and (home is None or home.is_mapped)
+
+
 class HomedWeight(Protocol):
     """A parameter that has a home. Thread-safe."""
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if its home has an address; else it can only be worked with where it is brought."""
 
     @property
     def memory_bytes(self) -> int | None:

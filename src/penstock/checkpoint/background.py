@@ -34,6 +34,7 @@ from penstock.checkpoint.tensors import Prepared
 from penstock.core.errors import CheckpointError, PenstockError, PenstockWarning
 from penstock.core.locks import condition
 from penstock.core.units import MIB
+from penstock.homed import has_address
 from penstock.io.engine import Priority
 from penstock.io.mapping import PAGE_BYTES
 from penstock.store.arena import Arena
@@ -372,6 +373,8 @@ def steady_in(
 ) -> frozenset[int]:
     """Return addresses of storages that change in the optimizers' steps only, or that nothing else has.
 
+    Weights that rest on flash while a device works with them have none, so saves read them at once.
+
     Args:
         optimizers: The optimizers.
         private: Tensors that nothing else has, and other values.
@@ -380,7 +383,8 @@ def steady_in(
     for optimizer in optimizers:
         found += (each for group in optimizer.param_groups for each in group["params"])
         found += (each for state in optimizer.state.values() for each in state.values())
-    return frozenset(_storage(each) for each in found if isinstance(each, torch.Tensor))
+    tensors = (each for each in found if isinstance(each, torch.Tensor))
+    return frozenset(_storage(each) for each in tensors if has_address(each))
 
 
 def _storage(tensor: torch.Tensor) -> int:

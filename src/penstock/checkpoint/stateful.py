@@ -10,6 +10,7 @@ import torch
 
 from penstock.checkpoint.values import MAX_DEPTH
 from penstock.core.errors import CheckpointError, PenstockError
+from penstock.homed import has_address
 from penstock.optim import OnFlash
 
 LIKE_LISTS: Final = (list, tuple)
@@ -91,9 +92,10 @@ def plain_state(state: object, private: list[Any], depth: int = 0) -> Any:
 
 
 def frozen_in(state: object) -> list[torch.Tensor]:
-    """Return the parameters of a state's modules that need no gradient."""
+    """Return the parameters of a state's modules that need no gradient and have an address."""
     modules = (each for each in parts_of(state) if isinstance(each, torch.nn.Module))
-    return [each for module in modules for each in module.parameters() if not each.requires_grad]
+    found = (each for module in modules for each in module.parameters())
+    return [each for each in found if not each.requires_grad and has_address(each)]
 
 
 def optimizers_in(state: object) -> list[torch.optim.Optimizer]:

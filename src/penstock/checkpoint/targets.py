@@ -45,6 +45,7 @@ from penstock.checkpoint.values import (
 )
 from penstock.core.errors import CheckpointError, MismatchError
 from penstock.core.units import MIB
+from penstock.homed import WithoutMemory
 from penstock.io.pages import PageRange
 from penstock.optim import OnFlash
 
@@ -337,6 +338,11 @@ class Targets:
         self, module: torch.nn.Module, document: Json, path: Path
     ) -> Callable[[], Any]:
         state = dict(module.state_dict())
+        resting = [each for each in state.values() if isinstance(each, WithoutMemory)]
+        if resting:
+            self._compare_forms(state, document, path)
+            made = self.value(document, path, self._fresh_in(resting[0].directory))
+            return lambda: give_state(module, made(), shown(path))
         known = {each.untyped_storage().data_ptr() for each in _memory_of(module)}
         in_place = all(
             each.untyped_storage().data_ptr() in known
@@ -367,7 +373,8 @@ class Targets:
             self._check_optimizer(taker, document, path)
         optimizer = stepped(taker)
         if isinstance(optimizer, OnFlash):
-            made = self.value(document, path, self._fresh_for(optimizer))
+            directory = optimizer._penstock.config.directories[0]
+            made = self.value(document, path, self._fresh_in(directory))
         else:
             made = self._reuse(taker.state_dict(), document, path)
 
@@ -410,10 +417,11 @@ class Targets:
                 path, f"has groups of {ours} parameters here, and {theirs} in the checkpoint"
             )
 
-    def _fresh_for(self, optimizer: OnFlash) -> Fresh:
+    def _fresh_in(self, directory: str) -> Fresh:
+        """Return where to put what is on its way to flash: in a file there, if that is much."""
         if sum(each.nbytes for each in self._manifest.tensors) <= _IN_MEMORY_BYTES:
             return self._fresh
-        return Fresh(optimizer._penstock.config.directories[0])
+        return Fresh(directory)
 
     def _entry(self, index: int | None) -> TensorEntry | None:
         tensors = self._manifest.tensors

@@ -31,6 +31,7 @@ from penstock.checkpoint.stateful import frozen_in, plain_state
 from penstock.checkpoint.values import DTYPES, Json, Path, encode, name_of, shown
 from penstock.core.errors import CheckpointError
 from penstock.core.units import MIB, round_up
+from penstock.homed import HostValues, WithoutMemory
 
 Array: TypeAlias = NDArray[Any]
 
@@ -47,13 +48,22 @@ class Leaves:
         self.tensors: list[torch.Tensor] = []
         self._paths: list[Path] = []
         self._known: dict[tuple[Any, ...], int] = {}
+        self._values = HostValues()
+        self._frozen: set[int] = set()
+        """Numbers of those that need no gradient."""
 
     def add(self, path: Path, value: torch.Tensor | Array) -> int:
         """Return its number. Raises CheckpointError, with the path, if it cannot be put into a file."""
+        frozen = False
+        if isinstance(value, WithoutMemory):
+            frozen = not value.parameter.requires_grad
+            value = self._values.of(value)
         tensor = _checked(path, value)
         key = identity(tensor)
         if key in self._known:
             return self._known[key]
+        if frozen:
+            self._frozen.add(len(self.tensors))
         self.tensors.append(tensor)
         self._paths.append(path)
         if tensor.numel():
@@ -77,8 +87,11 @@ class Leaves:
         Args:
             frozen: Addresses of tensors that training leaves as they are.
         """
-        every = zip(self._paths, self.tensors, strict=True)
-        return [(path[0] if path else "", each.data_ptr() in frozen) for path, each in every]
+        every = enumerate(zip(self._paths, self.tensors, strict=True))
+        return [
+            (path[0] if path else "", i in self._frozen or each.data_ptr() in frozen)
+            for i, (path, each) in every
+        ]
 
 
 def _checked(path: Path, value: torch.Tensor | Array) -> torch.Tensor:

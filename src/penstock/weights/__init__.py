@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.weights.conversion import convert
-    from penstock.weights.export import save
+    from penstock.weights.export import on_host, save
     from penstock.weights.importing import load
 
-__all__ = ["convert", "load", "save"]
+__all__ = ["convert", "load", "on_host", "save"]
 _LAZY = {
     "convert": "penstock.weights.conversion",
     "load": "penstock.weights.importing",
+    "on_host": "penstock.weights.export",
     "save": "penstock.weights.export",
 }
 

@@ -123,6 +123,14 @@ class WeightKeeper:
             self._table.check_memory(stay)
             self._table.wake.notify_all()
 
+    def is_as_home(self, home: Home) -> bool:
+        """See :class:`.homes.Keeper`."""
+        self._table.check_process(home)
+        stay = self._table.by_home[home]
+        with self._table.wake:
+            self._table.wake.wait_for(lambda: stay.writing is None)
+            return stay.storage is None or not (stay.is_changed or stay.is_addressed)
+
     def rows(self, home: Home, indices: Tensor) -> Tensor | None:
         """Look rows up where a weight rests; see :class:`.resting.RestingHome`."""
         self._table.check_process(home)

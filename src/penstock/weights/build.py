@@ -236,6 +236,10 @@ class ModelBuilder:
         """See :class:`.resting.RestingHome`."""
         self.may_differ(home)
 
+    def is_as_home(self, home: Home) -> bool:
+        """True: what is built is at home."""
+        return True
+
     def rows(self, home: Home, indices: Tensor) -> None:
         """See :class:`.resting.RestingHome`: what is mapped is not asked for rows."""
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from penstock.core.errors import ConfigError
 from penstock.core.units import parse_bytes
-from penstock.homed import home_of
+from penstock.homed import HostValues, home_of
 from penstock.observe.clients import WEIGHTS
 from penstock.store.arena import Arena
 from penstock.store.checksums import RunningSum
@@ -48,6 +48,28 @@ def save(model: Module, directory: str | os.PathLike[str], *, shard: int | str =
         _parts,
         shard_bytes=parse_bytes(shard, what="shard"),
     )
+
+
+def on_host(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict whose weights can be read in host memory, for whoever saves it in his own way.
+
+    A weight that rests on flash while a device works with it is mapped from its file, or copied if what
+    is on the device is newer: no more than the session's ``weights_memory`` in all. Tied weights are one
+    tensor. Everything else is as it was. What is mapped changes with the parameter: read it before the
+    next update, and change nothing.
+
+    Args:
+        state: As from ``model.state_dict()``.
+
+    Raises:
+        InPlaceError: A weight was replaced since the state dict was made.
+        TransferError: A weight cannot be read.
+
+    Example:
+        ``model.save_pretrained(folder, state_dict=penstock.weights.on_host(model.state_dict()))``
+    """
+    values = HostValues()
+    return {name: values.of(each) for name, each in state.items()}
 
 
 def _once(state: dict[str, Tensor]) -> Iterator[NewTensor]:

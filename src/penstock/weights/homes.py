@@ -76,6 +76,9 @@ class Keeper(Protocol):
     def replaced(self, home: Home, data: Tensor) -> None:
         """See :class:`.resting.RestingHome`."""
 
+    def is_as_home(self, home: Home) -> bool:
+        """Return whether the place has the present values; waits for a write that is under way."""
+
     def rows(self, home: Home, indices: Tensor) -> Tensor | None:
         """See :class:`.resting.RestingHome`."""
 
@@ -186,6 +189,12 @@ class Home:
         """The values in host memory, mapped. Raises ChecksumError as ``check`` does."""
         self.check()
         return self.resting
+
+    def mapped(self) -> Tensor | None:
+        """Return the values in host memory, mapped; None while those on a device are newer. May wait."""
+        if self.keeper is not None and not self.keeper.is_as_home(self):
+            return None
+        return self.values
 
     def has_few_rows(self, count: int) -> bool:
         """Return whether so many rows, as of an embedding, are read at home and not the whole."""

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from penstock.core.errors import ConfigError, InPlaceError
-from penstock.homed import home_of
+from penstock.homed import WithoutMemory, home_of
 from penstock.weights.homes import Home
 from penstock.weights.resting import (
     ADDRESSES,
@@ -39,7 +40,7 @@ _MEMORY: Final = frozenset(
 """Functions that give the memory away, which the parameter's class is to notice."""
 
 
-class DetachedWeight(Tensor):
+class DetachedWeight(WithoutMemory):
     """Tensor of a state dict, for a weight whose values are on flash.
 
     See [Note: values that are brought later]. It has the shape, the strides, the dtype and the device of
@@ -109,6 +110,25 @@ class DetachedWeight(Tensor):
                 if is_written or aliases(result, each._values()):
                     each._home.lent()
         return result
+
+    @property
+    def parameter(self) -> Parameter:
+        """See :class:`penstock.homed.WithoutMemory`."""
+        return self._parameter
+
+    @property
+    def directory(self) -> str:
+        """See :class:`penstock.homed.WithoutMemory`."""
+        file, _, _ = next(iter(self._home.place.ranges(1)))
+        path = str(file.path)  # of an unlinked one its directory
+        return path if os.path.isdir(path) else os.path.dirname(path)
+
+    def on_host(self) -> Tensor:
+        """See :class:`penstock.homed.WithoutMemory`; raises InPlaceError as any use does."""
+        home = home_of(self._checked())
+        with torch._C.DisableTorchFunctionSubclass():
+            mapped = home.mapped() if isinstance(home, Home) else None
+            return self._values().cpu() if mapped is None else mapped
 
     def _checked(self) -> Parameter:
         """Return the parameter. Raises ``InPlaceError`` if it has other values, and not by a change."""
