@@ -39,59 +39,22 @@ class Reference(ABC):
         """Return the tensor as it was saved. Raises ``InPlaceError`` if it has changed."""
 
 
-class WithoutMemory(Tensor):
-    """Tensor of a state dict that has its values brought when it is worked with.
-
-    Nobody should ask for its address, or that of the parameter: that would bring it, for good.
-    """
-
-    @property
-    def parameter(self) -> Tensor:
-        """The parameter whose values it has."""
-        raise NotImplementedError
-
-    @property
-    def directory(self) -> str:
-        """The directory in which the values are."""
-        raise NotImplementedError
-
-    def on_host(self) -> Tensor:
-        """Return the values in host memory: mapped, or a copy of what is newer on the device.
-
-        What is mapped changes with the parameter: read it before the next update. Raises TransferError.
-        """
-        raise NotImplementedError
-
-
-class HostValues:
-    """Values of tensors, those of weights that a device works with in host memory, and each once."""
-
-    def __init__(self) -> None:
-        """Know none yet."""
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor itself, or the values of one without memory; tied ones are one tensor."""
-        if not isinstance(tensor, WithoutMemory):
-            return tensor
-        parameter = tensor.parameter
-        if id(parameter) not in self._known:
-            self._known[id(parameter)] = parameter, tensor.on_host()
-        return self._known[id(parameter)][1]
-
-
-def has_address(tensor: Tensor) -> bool:
-    """Return whether a tensor is in memory or mapped: not a weight that rests for a device."""
-    home = home_of(tensor)
-    return not isinstance(tensor, WithoutMemory) and (home is None or home.is_mapped)
-
-
 class HomedWeight(Protocol):
     """A parameter that has a home. Thread-safe."""
 
     @property
     def is_mapped(self) -> bool:
         """True if its home has an address; else it can only be worked with where it is brought."""
+
+    @property
+    def directory(self) -> str:
+        """The directory of its home."""
+
+    def mapped(self) -> Tensor | None:
+        """Return the values in host memory, mapped; ``None`` while those on a device are newer.
+
+        May wait for a write. What is mapped changes with the parameter: read it before the next update.
+        """
 
     @property
     def memory_bytes(self) -> int | None:
@@ -126,6 +89,49 @@ def settle(tensor: Tensor, home: HomedWeight) -> None:
 def move_out(tensor: Tensor) -> None:
     """Note that a parameter has no home any more; memory is its only place."""
     _homes.pop(tensor, None)
+
+
+class WithoutMemory(Tensor):
+    """Tensor of a state dict that has its values brought when it is worked with.
+
+    Nobody should ask for its address, or that of the parameter: that would bring it, for good.
+
+    Attributes:
+        parameter: The parameter whose values it has.
+        home: The home of the parameter when the state dict was made.
+    """
+
+    parameter: Tensor
+    home: HomedWeight
+
+
+class HostValues:
+    """Values of tensors, those of weights that a device works with in host memory, and each once."""
+
+    def __init__(self) -> None:
+        """Know none yet."""
+        self._known: dict[int, tuple[HomedWeight, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor itself, or the values of one without memory; tied ones are one tensor.
+
+        Raises:
+            InPlaceError: The parameter was replaced since the state dict was made.
+            TransferError: What is newer on a device cannot be brought.
+        """
+        if not isinstance(tensor, WithoutMemory):
+            return tensor
+        home = tensor.home
+        if id(home) not in self._known:
+            mapped = home.mapped() if home_of(tensor.parameter) is home else None
+            self._known[id(home)] = home, tensor.cpu() if mapped is None else mapped
+        return self._known[id(home)][1]
+
+
+def has_address(tensor: Tensor) -> bool:
+    """Return whether a tensor is in memory or mapped: not a weight that rests for a device."""
+    home = home_of(tensor)
+    return not isinstance(tensor, WithoutMemory) and (home is None or home.is_mapped)
 
 
 class WeightHolder(Protocol):

@@ -21,7 +21,7 @@ from torch import nn
 
 from penstock import checkpoint, weights
 from penstock.checkpoint import Checkpointer, training_state
-from penstock.core.errors import MismatchError
+from penstock.core.errors import InPlaceError, MismatchError
 from weights_rig import assert_same
 
 pytestmark = pytest.mark.gpu
@@ -151,6 +151,16 @@ def test_others_save_weights_that_are_mapped(tmp_path):
     assert {device for device, _ in where.values()} == {"cpu", "cuda"}  # biases do not rest
     loaded = torch.load(tmp_path / "x.pt", map_location="cpu")
     assert_same(loaded, {name: bits(each) for name, each in model.state_dict().items()})
+
+
+def test_a_weight_that_was_replaced_since_the_state_dict_was_made_is_an_error(tmp_path):
+    model = built()
+    with on_device_flash(model, tmp_path):
+        state = model.state_dict()
+        model.blocks[0].weight.data = torch.zeros(WIDTH, WIDTH, device=DEVICE)
+        with pytest.raises(InPlaceError, match=r"blocks\.0\.weight was replaced"):
+            weights.on_host(state)
+        assert not weights.on_host(model.state_dict())["blocks.0.weight"].any()
 
 
 def test_a_checkpoint_of_another_form_changes_nothing(tmp_path):

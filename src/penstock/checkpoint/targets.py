@@ -341,7 +341,7 @@ class Targets:
         resting = [each for each in state.values() if isinstance(each, WithoutMemory)]
         if resting:
             self._compare_forms(state, document, path)
-            made = self.value(document, path, self._fresh_in(resting[0].directory))
+            made = self.value(document, path, self._fresh_in(resting[0].home.directory))
             return lambda: give_state(module, made(), shown(path))
         known = {each.untyped_storage().data_ptr() for each in _memory_of(module)}
         in_place = all(

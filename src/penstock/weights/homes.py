@@ -190,8 +190,15 @@ class Home:
         self.check()
         return self.resting
 
+    @property
+    def directory(self) -> str:
+        """See :class:`penstock.homed.HomedWeight`."""
+        file, _, _ = next(iter(self.place.ranges(1)))
+        path = str(file.path)  # of an unlinked one its directory
+        return path if os.path.isdir(path) else os.path.dirname(path)
+
     def mapped(self) -> Tensor | None:
-        """Return the values in host memory, mapped; None while those on a device are newer. May wait."""
+        """See :class:`penstock.homed.HomedWeight`."""
         if self.keeper is not None and not self.keeper.is_as_home(self):
             return None
         return self.values

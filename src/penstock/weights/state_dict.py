@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -47,8 +46,8 @@ class DetachedWeight(WithoutMemory):
     the parameter, and no memory. Any thread may use it.
     """
 
-    _parameter: Parameter
-    _home: Home
+    parameter: Parameter
+    home: Home
     _generation: int
 
     @staticmethod
@@ -61,7 +60,7 @@ class DetachedWeight(WithoutMemory):
             dtype=parameter.dtype,
             device=parameter.device,
         )
-        detached._parameter, detached._home = parameter, home
+        detached.parameter, detached.home = parameter, home
         detached._generation = home.generation
         return detached
 
@@ -78,10 +77,10 @@ class DetachedWeight(WithoutMemory):
         mine = args[0] if args else None
         if isinstance(mine, DetachedWeight):
             if func == _VERSION:
-                return mine._parameter._version
+                return mine.parameter._version
             if func in SET_METADATA:
                 raise ConfigError(
-                    f"weight {mine._home.name} of a state dict has its values on flash, and no gradient"
+                    f"weight {mine.home.name} of a state dict has its values on flash, and no gradient"
                     f" or hooks of its own, which {func.__name__} asks for: clone() it first"
                 )
             if func in METADATA and (func != Tensor.type or len(args) == 1):
@@ -108,36 +107,17 @@ class DetachedWeight(WithoutMemory):
             if isinstance(each, DetachedWeight):
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
                 if is_written or aliases(result, each._values()):
-                    each._home.lent()
+                    each.home.lent()
         return result
-
-    @property
-    def parameter(self) -> Parameter:
-        """See :class:`penstock.homed.WithoutMemory`."""
-        return self._parameter
-
-    @property
-    def directory(self) -> str:
-        """See :class:`penstock.homed.WithoutMemory`."""
-        file, _, _ = next(iter(self._home.place.ranges(1)))
-        path = str(file.path)  # of an unlinked one its directory
-        return path if os.path.isdir(path) else os.path.dirname(path)
-
-    def on_host(self) -> Tensor:
-        """See :class:`penstock.homed.WithoutMemory`; raises InPlaceError as any use does."""
-        home = home_of(self._checked())
-        with torch._C.DisableTorchFunctionSubclass():
-            mapped = home.mapped() if isinstance(home, Home) else None
-            return self._values().cpu() if mapped is None else mapped
 
     def _checked(self) -> Parameter:
         """Return the parameter. Raises ``InPlaceError`` if it has other values, and not by a change."""
-        if self._home.generation != self._generation:
+        if self.home.generation != self._generation:
             raise InPlaceError(
-                f"weight {self._home.name} was replaced, as by parameter.data = x, after the state dict"
+                f"weight {self.home.name} was replaced, as by parameter.data = x, after the state dict"
                 " was made, and its former values are gone: take the state dict after that"
             )
-        return self._parameter
+        return self.parameter
 
     def _values(self) -> Tensor:
         """Bring the values; return a tensor that shares their memory."""
