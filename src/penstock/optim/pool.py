@@ -7,8 +7,12 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Final
 
 import torch
+
+_FOR_TWO: Final = 1 << 18
+"""Elements that torch divides among threads."""
 
 
 def make_pool(threads: int, device: torch.device | None) -> ThreadPoolExecutor:
@@ -61,13 +65,24 @@ def _compute_alone(device: torch.device | None) -> None:
 
     ``torch.set_num_threads`` would change it for all threads. What counts for an element-wise operation
     is OpenMP's own setting, which each thread has for itself.
+
+    Before, two threads compute something here once. GNU's OpenMP then counts one thread more. A thread of
+    the training that waits for the others of its team, which this one may keep from their core, spins
+    for milliseconds if the threads that are counted have a core each, and sleeps at once if not.
     """
     if device is not None:
         torch.cuda.set_device(device)
     torch.set_grad_enabled(False)
     torch.get_num_threads()  # has torch set it up in this thread, once
+    _set_threads(2)
+    torch.zeros(_FOR_TWO)
+    _set_threads(1)
+
+
+def _set_threads(count: int) -> None:
+    """Set how many threads of OpenMP compute for this one."""
     for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*.so*"):
         try:
-            ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_set_num_threads(1)
+            ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_set_num_threads(count)
         except (OSError, AttributeError):
             continue
