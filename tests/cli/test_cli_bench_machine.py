@@ -4,6 +4,8 @@ import json
 import threading
 import time
 from functools import partial
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runs import wait_until
-from penstock.cli import bench_machine, main, transfer_work
+from penstock.cli import bench_machine, main, transfer_work, update_work
 from penstock.cli.bandwidth import Measurement, Rate
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB
@@ -26,6 +28,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(bench_machine, "_FILE_BYTES", 32 * MIB)
     monkeypatch.setattr(transfer_work, "SMALL", (MIB, 2))
     monkeypatch.setattr(transfer_work, "LARGE", (2 * MIB, 2))
+    monkeypatch.setattr(update_work, "PARAMETERS", 1 << 12)
     monkeypatch.setattr(compute, "ROUND_S", 0.0)
     monkeypatch.setattr(compute, "_SIDES", (32, 64))
     monkeypatch.setattr(compute, "_BATCH", {"cpu": 2})
@@ -59,19 +62,32 @@ def test_a_machine_file_is_printed_and_written(quick, disk_path, capsys):
     assert machine.interference >= 0
     work = [getattr(machine, f"{way}_work_s") for way in ("write", "read")]
     assert min(work) >= 0
+    assert min(machine.update_exact_s, machine.update_split_s) > 0
+    assert min(machine.update_bf16_s, machine.update_int8_s) > 0
     assert "measured by penstock bench machine on 20" in machine.sources[0]
-    assert machine.sources[2].startswith("work: steps of a stack")
+    assert machine.sources[2].startswith("updates: steps of FlashAdamW")
+    assert machine.sources[3].startswith("work: steps of a stack")
     words = (
         "flash in",
         "host copies",
         "computing on cpu",
         "while flash moves",
+        "updates of parameters",
         "latency",
         "work of",
     )
     for word in words:
         assert word in captured.err
     assert list(disk_path.iterdir()) == [output]
+
+
+def test_an_update_takes_one_thread_s_share_of_all_that_compute(disk_path, monkeypatch):
+    monkeypatch.setattr(update_work, "PARAMETERS", 1 << 12)
+    clock = SimpleNamespace(perf_counter=count(0.0, 3.0).__next__)
+    monkeypatch.setattr(update_work, "time", clock)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert update_work.measure(str(disk_path), "exact") == 3.0 / (1 << 12) / 4
+    assert list(disk_path.iterdir()) == []
 
 
 def test_json_is_one_document(quick, disk_path, capsys):
@@ -155,6 +171,7 @@ def test_rates_are_operations_over_time(monkeypatch):
     monkeypatch.setattr(compute, "_SIDES", (256,))
     monkeypatch.setattr(transfer_work, "SMALL", (MIB, 2))
     monkeypatch.setattr(transfer_work, "LARGE", (2 * MIB, 2))
+    monkeypatch.setattr(update_work, "PARAMETERS", 1 << 12)
     monkeypatch.setattr(compute, "ROUND_S", 0.0)
     times = iter([0.5, 0.25])
     monkeypatch.setattr(compute, "_best_s", lambda work, wait: next(times))

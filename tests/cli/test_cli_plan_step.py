@@ -1,13 +1,15 @@
 """``penstock plan --weights flash``: what it says of a whole step, and what it refuses."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from penstock.cli import main
+from penstock.cli import main, plan, plan_step
 from penstock.cli.plan_step import FORMATS, record_bytes
 from penstock.core.units import format_bytes
 from penstock.optim import formats
+from penstock.plan import Machine
 
 TINY = ["gpt2", "--set", "size=tiny", "--set", "width=512", "--machine", "cpu"]
 FLASH = ["--weights", "flash", "--optimizer", "adam"]
@@ -224,6 +226,25 @@ def test_images_have_no_tokens_and_a_profile_has_no_weights(capsys, tmp_path):
     path.write_text(Profile("cpu", (), ()).to_json())
     message = refused(capsys, 2, path, "--machine", "cpu", "--weights", "flash", "--batch", "1")
     assert "does not say what the weights are" in message
+
+
+def test_the_step_has_the_update_that_the_machine_was_measured_with(tmp_path):
+    machine = replace(Machine.preset("cpu"), update_int8_s=1e-6, update_exact_s=2e-6)
+    path = tmp_path / "here.toml"
+    path.write_text(machine.to_toml())
+    assert Machine.load(path) == machine
+
+    def updates(*words):
+        every = [*TINY[:-1], path, "--batch", "2", "--weights", "flash", "--optimizer", *words]
+        request = plan_step.check_step(plan.parser().parse_args([str(word) for word in every]))
+        return sum(one.update_ns for one in request.weights) / sum(
+            one.trained for one in request.weights
+        )
+
+    assert updates("adam", "--format", "int8") == pytest.approx(1000)
+    assert updates("adam") == pytest.approx(2000)
+    assert updates("adam", "--format", "bf16") == 0  # not known
+    assert updates("momentum") == 0
 
 
 def test_records_are_those_of_the_optimizer():

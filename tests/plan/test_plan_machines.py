@@ -23,6 +23,7 @@ WHOLE = replace(
     write_work_s=2e-5,
     write_work_s_per_byte=1e-10,
     read_work_s=3e-5,
+    update_int8_s=2e-9,
     sources=('a "quoted" \\ figure', "über\n"),
 )
 
@@ -40,6 +41,7 @@ def whole_machines(draw):
         flash_over_link=draw(st.booleans()),
         write_work_s=draw(st.floats(0, 1)),
         read_work_s=draw(st.floats(0, 1)),
+        update_bf16_s=draw(st.floats(0, 1)),
         flash_service=draw(
             st.none()
             | st.builds(

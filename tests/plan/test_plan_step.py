@@ -349,6 +349,20 @@ def test_on_a_cpu_the_update_takes_its_time_from_compute():
     assert on_gpu.update_delay_ns == 0
 
 
+def test_an_update_takes_what_was_measured_if_that_is_known():
+    compute = Compute(1e12, 1e12, 1.0, 10e9, 0.0)
+    profile, weights = chain([MS] * 4), weights_of([MB] * 4, records=4)
+    measured = with_records(weights, lambda count, dtype: 2 * count, 5e-9)
+    trained = sum(one.trained for one in weights)
+    for machine in (BOX, replace(BOX, compute=compute)):
+        found = planner(profile, measured, machine).plan(10**9).replayed
+        assert found.update_ns == found.update_delay_ns == 5 * trained
+    shards = [replace(one, shards=4, gathered_bytes=MB, reduced_bytes=MB) for one in weights]
+    divided = with_records(shards, lambda count, dtype: 2 * count, 5e-9)
+    assert sum(one.update_ns for one in divided) == 5 * trained // 4
+    assert not any(one.update_ns for one in forward_only(measured))
+
+
 def test_a_profile_of_the_whole_device_loses_what_is_planned_apart():
     profile = replace(chain([MS] * 2, saved_mb=1), fixed_bytes=5 * MB, small_bytes=6 * MB)
     slots = tuple(replace(s, small_bytes=6 * MB, small_bytes_at_need=5 * MB) for s in profile.slots)

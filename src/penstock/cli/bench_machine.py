@@ -8,7 +8,8 @@ It measures:
 4. The slowdown of training while a flash tier is written and read (interference), and the tier's speed
    then: on a CPU both compete for memory and cores. If the tier is slower than alone, the lower bandwidth
    goes into the machine file, because plans move data while the device computes.
-5. The further delay of training for each write and each read of a session (:mod:`.transfer_work`).
+5. The time of an optimizer's update (:mod:`.update_work`).
+6. The further delay of training for each write and each read of a session (:mod:`.transfer_work`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from penstock.cli.command import add_command
 from penstock.cli.machine_file import answer
 from penstock.cli.output import say
 from penstock.cli.paths import file_to_write, spill_directory
+from penstock.cli.plan_network import FORMATS
 from penstock.core.errors import free_space_bytes
 from penstock.core.memory import physical_bytes
 from penstock.core.units import MIB, format_bandwidth, format_duration, round_down
@@ -148,7 +150,20 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
             f" of a tier during the training of a network; alone {_rates_text(flash)}",
         ),
     )
+    here = _with_updates(here, directory)
     return _with_work(here, directory, seconds) if device.type == "cpu" else here
+
+
+def _with_updates(machine: Machine, directory: str) -> Machine:
+    """Add the times of updates."""
+    updates = importlib.import_module("penstock.cli.update_work")
+    found: dict[str, Any] = {}
+    with _reported("updates of parameters on the host") as results:
+        for name in FORMATS:
+            found[f"update_{name}_s"] = took_s = _short(updates.measure(directory, name))
+            results.append(f"{name} {took_s * 1e9:.3g} ns")
+    how = "updates: steps of FlashAdamW with one thread whose records stay in memory"
+    return replace(machine, **found, sources=(*machine.sources, how))
 
 
 def _with_work(machine: Machine, directory: str, seconds: float) -> Machine:

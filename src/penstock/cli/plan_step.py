@@ -103,7 +103,15 @@ class StepRequest:
         divided = self.ranks.divide(self.shapes.weights)
         if self.forward_only:
             return forward_only(divided)
-        return with_records(divided, record_bytes(self.optimizer, self.format, self.states))
+        needed = record_bytes(self.optimizer, self.format, self.states)
+        return with_records(divided, needed, self._update_s)
+
+    @property
+    def _update_s(self) -> float:
+        """Seconds of the update of a parameter on the host; 0: not known."""
+        states = _STATES[self.optimizer] if self.states is None else self.states
+        is_adam = tuple(states) == _STATES["adam"]
+        return float(getattr(self.node, f"update_{self.format}_s")) if is_adam else 0.0
 
     @cached_property
     def planner(self) -> StepPlanner:

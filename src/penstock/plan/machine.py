@@ -19,13 +19,15 @@ from penstock.plan.service import Service
 VERSION = 2
 _PRESETS: Final = "penstock.plan.machines"
 _WORK: Final = ("write_work_s", "write_work_s_per_byte", "read_work_s", "read_work_s_per_byte")
+_UPDATES: Final = tuple(f"update_{name}_s" for name in ("exact", "split", "bf16", "int8"))
 _ALONE: Final = ("flash_write_alone_bytes_per_s", "flash_read_alone_bytes_per_s")
 _FEWEST: Final = {"cudnn": 4, "processors": 0}
 """Least values of the whole numbers of ``Compute``."""
 _MEMORIES: Final = ("device_bytes", "host_bytes", "flash_bytes")
 _NETWORK: Final = ("network_bytes_per_s", "peer_bytes_per_s")
 _NOT_NUMBERS: Final = ("name", "compute", "sources", "flash_service")
-_ZERO_OR_MORE: Final = ("flash_latency_s", "interference", *_MEMORIES, *_WORK, *_ALONE, *_NETWORK)
+_TIMES: Final = ("flash_latency_s", *_WORK, *_UPDATES)
+_ZERO_OR_MORE: Final = ("interference", *_TIMES, *_MEMORIES, *_ALONE, *_NETWORK)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,12 @@ class Machine:
     """Additional compute time lost per byte written."""
     read_work_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
     read_work_s_per_byte: float = field(default=0.0, metadata=MAY_BE_OMITTED)
+    update_exact_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
+    """Compute time of Adam's update of one parameter whose record has the format ``exact``, on the host.
+    0: not known, so it is derived from memory traffic. The same holds for the next three."""
+    update_split_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
+    update_bf16_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
+    update_int8_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
     flash_write_alone_bytes_per_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)
     """Bandwidth of flash while nothing computes; 0: not known, so the same. Likewise for the next."""
     flash_read_alone_bytes_per_s: float = field(default=0.0, metadata=MAY_BE_OMITTED)

@@ -57,6 +57,8 @@ class ModuleWeights:
     """Operators from the first that makes its gradient until it is final; None: it gets none."""
     record_bytes: int = 0
     """Bytes of the optimizer's records for it, which an update reads and writes once."""
+    update_ns: int = 0
+    """Time of the arithmetic of its update, where it was measured; 0: derived from memory traffic."""
     shards: int = 1
     """Parts into which ranks divide it (FSDP2). Each rank reads, updates and writes its own, and all
     parts are gathered for each use. 1: the whole is on every rank."""
@@ -66,7 +68,7 @@ class ModuleWeights:
 
     def __post_init__(self) -> None:
         counts = (
-            *(self.nbytes, self.trained_bytes, self.trained, self.record_bytes),
+            *(self.nbytes, self.trained_bytes, self.trained, self.record_bytes, self.update_ns),
             *(self.shards - 1, self.gathered_bytes, self.reduced_bytes),
         )
         if min(counts) < 0:
@@ -170,13 +172,19 @@ def _runs(operators: Sequence[Operator]) -> Iterator[WeightUse]:
 
 
 def with_records(
-    weights: Iterable[ModuleWeights], record_bytes: Callable[[int, str], int]
+    weights: Iterable[ModuleWeights],
+    record_bytes: Callable[[int, str], int],
+    update_s: float = 0.0,
 ) -> tuple[ModuleWeights, ...]:
-    """Return the weights with records of ``record_bytes(trained elements, dtype)`` bytes."""
+    """Return the weights with records of ``record_bytes(trained elements, dtype)`` bytes.
+
+    ``update_s`` is the time of the update of one parameter; 0: not known.
+    """
     return tuple(
         replace(
             one,
             record_bytes=record_bytes(one.part_of(one.trained), one.dtype) if one.trained else 0,
+            update_ns=round(one.part_of(one.trained) * update_s * 1e9),
         )
         for one in weights
     )
@@ -190,6 +198,7 @@ def forward_only(weights: Iterable[ModuleWeights]) -> tuple[ModuleWeights, ...]:
             uses=tuple(use for use in one.uses if not use.backward),
             gradient=None,
             record_bytes=0,
+            update_ns=0,
             reduced_bytes=0,
         )
         for one in weights

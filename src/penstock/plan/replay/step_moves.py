@@ -260,13 +260,15 @@ class _SlotMaker:
 
 
 def update_ns(one: ModuleWeights, machine: Machine) -> int:
-    """Return the time of the arithmetic of a module's update on one rank: that of its memory traffic.
+    """Return the time of the arithmetic of a module's update on one rank.
 
-    Weights, states and records pass through memory both ways, gradients one way. 0 if the machine's
-    memory bandwidth is not known.
+    If it was not measured, it is that of its memory traffic: weights, states and records pass through
+    memory both ways, gradients one way. 0 if the machine's memory bandwidth is not known either.
     """
-    if machine.compute is None or not one.updated:
+    if not one.updated:
         return 0
+    if one.update_ns or machine.compute is None:
+        return one.update_ns
     traffic = 3 * one.part_of(one.trained_bytes) + 2 * one.record_bytes
     return round(traffic / machine.compute.memory_bytes_per_s * 1e9)
 
