@@ -1,6 +1,7 @@
 """From figures to words, tables and pictures; and what is asked for, checked. Nothing is measured."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,9 +133,23 @@ def test_results_of_one_network_each_are_put_together():
         merge([first, second | {"machine": MACHINE | {"cores": 4}}])
 
 
-def test_energy_is_what_counters_say_across_a_wrap_around_or_unreported(tmp_path):
-    assert EnergyMeter(tmp_path).joules() is None
-    assert "unreported" in EnergyMeter(tmp_path).source
+def test_energy_is_modelled_from_busy_cores_where_no_counter_reports(tmp_path):
+    stat, second = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
+    stat.write_text("cpu  100 0 50 1000 7 1 2 40 60 0\ncpu0 1 1\n")
+    meter = EnergyMeter(tmp_path, stat)
+    assert "a model of the processor" in meter.source
+    assert "10 W for each busy core" in meter.source
+    assert meter.joules() == 0
+    user, kernel = 100 + 3 * second, 50 + second  # what is idle, waits and is stolen does not count
+    stat.write_text(f"cpu  {user} 0 {kernel} {9000 * second} {9 * second} 1 2 {8 * second} 70 0\n")
+    assert meter.joules() == pytest.approx(10 * 4)
+    meter.start()
+    assert meter.joules() == 0
+    mine = EnergyMeter(tmp_path)
+    assert mine.joules() >= 0  # of this machine
+
+
+def test_energy_is_what_counters_say_across_a_wrap_around(tmp_path):
     for name, value in (("intel-rapl:0", 9_000_000), ("intel-rapl:0:0", 5), ("intel-rapl:1", 100)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "energy_uj").write_text(f"{value}\n")
