@@ -6,7 +6,10 @@ tokens of its own. Plain ranks and ranks with Penstock live together and take tu
 time of a step is that of the slowest rank. What Penstock has a tenth of the memory for:
 
 * ``activations``: what autograd saves; the optimizer is SGD;
-* ``states``: the states of AdamW, exact, updated in backward.
+* ``states``: the states of AdamW, exact, updated in backward;
+* ``gradients``: gradients until the update, whose states are in memory; two backwards make a step;
+* ``weights``: the weights, beside exact states that are updated in backward. They have more than a tenth
+  if the largest weights of a rank need more.
 
 Losses must be the same to the last bit. ``rates`` are those of one process that writes and reads through
 the engine, and of all ranks that do so at once, in turns; their sum and the slowest are compared.
@@ -39,6 +42,7 @@ import penstock
 from penstock.core.units import GIB
 from penstock.optim import FlashAdamW
 
+CASES = ("activations", "states", "gradients", "weights")
 WARM_UP = 3
 """Turns that are not counted."""
 SHARE = 10
@@ -76,7 +80,7 @@ def parse():
     parser.add_argument("--tokens", type=int, default=512, help="of each rank")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--parallel", nargs="*", default=["ddp", "fsdp2"])
-    parser.add_argument("--what", nargs="*", default=["activations", "states"])
+    parser.add_argument("--what", nargs="*", default=["activations", "states"], choices=CASES)
     parser.add_argument("--name", default="ranks", help="of the result file")
     parser.add_argument("--into", default=_results.RESULTS, help="folder for the result file")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -207,11 +211,21 @@ def child(job):
     torch.manual_seed(0)
     model = _weights_model.Decoder(_weights_model.SHAPES[job["shape"]], torch.float32)
     parallel = sharded(model) if job["parallel"] == "fsdp2" else DistributedDataParallel(model)
-    states = 2 * sum(local_of(each).nbytes for each in parallel.parameters())
-    optimizer = optimizer_of(parallel, job, states // SHARE)
-    take = Step(parallel, optimizer, own_ids(job))
-    known = {"states_bytes": states, "memory_bytes": states // SHARE}
+    lengths = [local_of(each).nbytes for each in parallel.parameters()]
+    total = sum(lengths)
+    optimizer = optimizer_of(parallel, job, total)
+    take = Step(parallel, optimizer, own_ids(job), backwards=2 if job["what"] == "gradients" else 1)
+    known = {"states_bytes": 2 * total, "memory_bytes": 2 * total // SHARE}
     offloading = nullcontext()
+    if job["what"] == "gradients":
+        known = {"gradient_bytes": total, "memory_bytes": total // SHARE}
+    if job["what"] == "weights":
+        limit = max(total // SHARE, 2 * max(lengths) + (1 << 20))
+        known = {"weight_bytes": total, "memory_bytes": limit}
+        if job["side"] == "penstock":
+            offloading = penstock.offload(
+                parallel, optimizer, weights="flash", weights_memory=limit, flash=job["dir"]
+            )
     if job["what"] == "activations":
         with penstock.offload(parallel, optimizer, policy="keep") as session:
             take()
@@ -248,19 +262,17 @@ def local_of(parameter):
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def optimizer_of(model, job, memory_bytes):
+def optimizer_of(model, job, weight_bytes):
     if job["what"] == "activations":
         return torch.optim.SGD(model.parameters(), lr=1e-3)
     if job["side"] == "plain":
         return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    optimizer = FlashAdamW(
-        model.parameters(),
-        lr=1e-4,
-        flash=job["dir"],
-        overlap=True,
-        host_memory=memory_bytes,
-        tile=1 << 18,
-    )
+    settings = {"lr": 1e-4, "flash": job["dir"], "tile": 1 << 18}
+    if job["what"] == "gradients":
+        memory = {"host_memory": 4 * weight_bytes, "gradient_memory": weight_bytes // SHARE}
+        return FlashAdamW(model.parameters(), **memory, **settings)
+    memory = {"host_memory": 2 * weight_bytes // SHARE}
+    optimizer = FlashAdamW(model.parameters(), overlap=True, **memory, **settings)
     if job["parallel"] == "ddp":
         optimizer.update_after(model)
     return optimizer
@@ -269,12 +281,13 @@ def optimizer_of(model, job, memory_bytes):
 class Step:
     """One step on this rank's tokens."""
 
-    def __init__(self, model, optimizer, ids):
-        self.model, self.optimizer, self.ids = model, optimizer, ids
+    def __init__(self, model, optimizer, ids, *, backwards):
+        self.model, self.optimizer, self.ids, self.backwards = model, optimizer, ids, backwards
 
     def __call__(self):
-        loss = _weights_model.loss_of(self.model, next(self.ids))
-        loss.backward()
+        for _ in range(self.backwards):
+            loss = _weights_model.loss_of(self.model, next(self.ids))
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return [loss.item()]

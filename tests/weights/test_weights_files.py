@@ -16,6 +16,8 @@ import penstock
 from penstock import weights
 from penstock.homed import home_of
 from penstock.io.threads import ThreadEngine
+from penstock.observe.clients import WEIGHTS
+from penstock.observe.events import Stage
 from penstock.testing.shared_engine import shared_engine_replaced
 from penstock.weights import pieces
 from penstock.weights.resting import RestingParameter
@@ -351,3 +353,15 @@ def test_a_header_that_was_made_here_is_read_by_both(tmp_path_factory, tensors):
     assert found == {name: tuple(shape) for name, shape in tensors.items()}
     with safetensors.safe_open(path, "np") as opened:
         assert set(opened.keys()) == set(tensors)
+
+
+def test_what_is_saved_and_loaded_counts_in_the_open_session_s_traffic(disk_path):
+    model = nn.Linear(512, 512)
+    with penstock.offload(model, device_memory="1GiB", flash=str(disk_path)) as session:
+        weights.save(model, disk_path / "saved")
+        written = session.recorder.snapshot().flow(Stage.WRITE, WEIGHTS).nbytes
+        weights.load(model, disk_path / "saved")
+        read = session.recorder.snapshot().flow(Stage.READ, WEIGHTS).nbytes
+    size = sum(each.stat().st_size for each in (disk_path / "saved").glob("*.safetensors"))
+    assert size <= written < size + 16384
+    assert read >= model.weight.nbytes

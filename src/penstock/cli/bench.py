@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Final
 
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock.cli import bandwidth, bench_machine
 from penstock.cli.bandwidth import Measurement
 from penstock.cli.command import add_command, new_parser, size
-from penstock.cli.output import print_result, say
+from penstock.cli.output import print_result
 from penstock.cli.paths import file_to_write, spill_directory, write_file
+from penstock.cli.progress import progress
 from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
 from penstock.plan.machine import Machine
 from penstock.report.table import Row, side_by_side
@@ -76,9 +74,9 @@ def _execute_io(options: argparse.Namespace) -> int:
     directories = [spill_directory(each) for each in options.dir or ["."]]
     if options.save is not None:
         file_to_write(options.save, "--save")
-    with _progress(f"measuring {', '.join(directories)}") as progress:
+    with progress(f"measuring {', '.join(directories)}") as tell:
         measured = bandwidth.measure(
-            directories, file_bytes=file_bytes, seconds=options.seconds, progress=progress
+            directories, file_bytes=file_bytes, seconds=options.seconds, progress=tell
         )
     machine = machine_of(measured)
     if options.save is not None:
@@ -122,17 +120,3 @@ def table(measured: Measurement) -> RenderableType:
     )
     both = side_by_side(", ".join(measured.directories), ("plain calls", "penstock"), rows)
     return Group(both, Text(), Text(caption))
-
-
-@contextmanager
-def _progress(text: str) -> Iterator[bandwidth.Progress]:
-    """Show progress on standard error: a bar on a terminal, otherwise one line."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        say(text)
-        yield lambda _: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(text, total=1.0)
-        yield lambda share: bar.update(task, completed=share)

@@ -15,7 +15,8 @@ from penstock.checkpoint.manifest import FILE_NAME, VERSION
 from penstock.checkpoint.reader import OpenCheckpoint
 from penstock.cli.command import add_command, new_parser
 from penstock.cli.output import show, write_json, write_text
-from penstock.core.errors import CheckpointError
+from penstock.cli.progress import progress_of_bytes
+from penstock.core.errors import CheckpointError, PenstockError
 from penstock.core.files import given_path
 from penstock.core.units import format_bytes
 from penstock.observe.summary_text import text_table
@@ -147,7 +148,10 @@ def _check_is_one(path: str) -> None:
 def _verify(options: argparse.Namespace) -> int:
     for path in options.path:
         _check_is_one(path)
-    found = [verify(path) for path in options.path]
+    found = []
+    for path in options.path:
+        with progress_of_bytes(f"verify {path}", _bytes_of(path)):
+            found.append(verify(path))
     if options.json:
         write_json(
             {"schema": 1, "checkpoints": [{**asdict(each), "ok": each.ok} for each in found]},
@@ -160,6 +164,15 @@ def _verify(options: argparse.Namespace) -> int:
         ]
         show(text_table(("checkpoint", "size", "state"), rows), sys.stdout)
     return 0 if all(each.ok for each in found) else 1
+
+
+def _bytes_of(path: str) -> int:
+    """Return the bytes of a checkpoint; 0 if it does not say them."""
+    try:
+        with OpenCheckpoint(path) as opened:
+            return opened.manifest.nbytes
+    except PenstockError:
+        return 0  # verify says why
 
 
 def _when(facts: Any) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +13,8 @@ from rich.text import Text
 
 from penstock import __version__
 from penstock.cli.command import add_command, size
-from penstock.cli.output import print_result, say, show, write_json
+from penstock.cli.output import print_result, show, write_json
+from penstock.cli.progress import progress
 from penstock.core.errors import ConfigError
 from penstock.core.files import parse_json
 from penstock.core.units import format_bandwidth, format_bytes, parse_bytes
@@ -25,8 +24,6 @@ from penstock.data.packing import pack
 from penstock.data.rates import known_rates
 from penstock.data.verify import verify
 from penstock.observe.summary_text import add_row, grid
-
-_TELL_EVERY_S = 5.0
 
 
 def add_parsers(what: Any) -> None:
@@ -89,20 +86,6 @@ def format_options(settings: list[str]) -> dict[str, Any]:
         except ValueError:
             found[name.strip()] = value.strip()
     return found
-
-
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[float], None]]:
-    """Yield a function that reports progress on standard error every few seconds."""
-    reported_s = time.monotonic()
-
-    def tell(share: float) -> None:
-        nonlocal reported_s
-        if time.monotonic() - reported_s >= _TELL_EVERY_S:
-            reported_s = time.monotonic()
-            say(f"{what}: {share:.0%}")
-
-    yield tell
 
 
 def _add(

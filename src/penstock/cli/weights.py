@@ -12,12 +12,13 @@ import numpy as np
 
 from penstock.cli.command import add_command, new_parser
 from penstock.cli.output import show, write_json
+from penstock.cli.progress import progress_of_bytes
 from penstock.core.errors import ConfigError, DamagedError, TransferError
 from penstock.core.units import format_bytes
 from penstock.io.files import open_path
 from penstock.observe.summary_text import text_table
 from penstock.weights.pieces import PIECE_BYTES, PieceReader
-from penstock.weights.safetensors import WeightFile, open_source
+from penstock.weights.safetensors import ITEM_BYTES, StoredTensor, WeightFile, open_source
 
 _EXAMPLES: Final = """\
 examples:
@@ -117,14 +118,27 @@ def _info(options: argparse.Namespace) -> int:
 
 def _import(options: argparse.Namespace) -> int:
     torch = importlib.import_module("torch")
-    importlib.import_module("penstock.weights").convert(
-        options.source,
-        options.directory,
-        shard=options.shard,
-        dtype=None if options.type is None else getattr(torch, options.type),
-        verify=not options.no_verify,
-    )
+    weights = importlib.import_module("penstock.weights")
+    found = [tensor for file in open_source(options.source) for tensor in file.tensors]
+    read = sum(tensor.nbytes for tensor in found)
+    written = sum(_bytes_as(tensor, options.type) for tensor in found)
+    with progress_of_bytes("import", read + written * (1 if options.no_verify else 2)):
+        weights.convert(
+            options.source,
+            options.directory,
+            shard=options.shard,
+            dtype=None if options.type is None else getattr(torch, options.type),
+            verify=not options.no_verify,
+        )
     return _show(options, options.directory)
+
+
+def _bytes_as(tensor: StoredTensor, kind: str | None) -> int:
+    """Return the bytes of a tensor that is rounded to a type, if it is of those that are."""
+    codes = dict(zip(_TYPES, ("F64", "F32", "F16", "BF16"), strict=True))
+    if kind is None or tensor.code not in codes.values():
+        return tensor.nbytes
+    return tensor.nbytes // ITEM_BYTES[tensor.code] * ITEM_BYTES[codes[kind]]
 
 
 def _show(options: argparse.Namespace, path: str) -> int:
@@ -158,11 +172,12 @@ def _verify(options: argparse.Namespace) -> int:
         raise
     except (DamagedError, TransferError) as error:
         damage[options.path] = str(error)
-    for file in files:
-        try:
-            _read(file)
-        except TransferError as error:
-            damage[file.path] = str(error)
+    with progress_of_bytes(f"verify {options.path}", sum(file.size_bytes for file in files)):
+        for file in files:
+            try:
+                _read(file)
+            except TransferError as error:
+                damage[file.path] = str(error)
     paths = [file.path for file in files] or [options.path]
     sizes = {file.path: file.size_bytes for file in files}
     if options.json:

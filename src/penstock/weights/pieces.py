@@ -19,6 +19,8 @@ from penstock.core.units import MIB, round_down, round_up
 from penstock.io.engine import Priority, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, DirectFile
 from penstock.io.mapping import memory_at
+from penstock.io.traffic_report import reported
+from penstock.observe.clients import WEIGHTS
 from penstock.store.arena import Arena
 from penstock.store.checksums import RunningSum
 from penstock.store.engine import shared_engine
@@ -116,7 +118,7 @@ class PieceWriter:
             keep_alive=block,
             priority=Priority.PREFETCH,
         )
-        self._window.begin(block, lambda _: shared_engine().submit(request), moved)
+        self._window.begin(block, lambda _: _begun(request), moved)
 
     def finish(self) -> None:
         """Wait until everything is written. Raises TransferError if something could not be."""
@@ -135,6 +137,12 @@ class PieceWriter:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
+
+
+def _begun(request: Request) -> Transfer:
+    """Begin a transfer that the open session counts among those of weights."""
+    transfer = shared_engine().submit(request)
+    return reported(transfer, request.op, WEIGHTS, request.file.path)
 
 
 def reader_arena(owner: str) -> Arena:
@@ -263,7 +271,7 @@ class PieceReader:
             least_bytes=end - self._next,
         )
         try:
-            transfer = shared_engine().submit(request)
+            transfer = _begun(request)
         except BaseException:
             block.free()
             raise
