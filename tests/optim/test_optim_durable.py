@@ -38,6 +38,41 @@ def test_a_run_goes_on_after_its_last_step(format_name, dtype, small):
     whole.close()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_step_that_was_under_way_is_known(overlap, small):
+    settings = {**small, "durable": True, "overlap": overlap}
+    params = parameters()
+    a = FlashAdamW(params, **settings)
+    assert a.torn_step is None
+    train(a, params, steps=2)
+    saved = a.state_dict()
+    train(a, params, steps=2, first=2)
+    assert a.torn_step is None  # it is about the run before
+    a.close()
+    b = FlashAdamW(params, **settings)
+    assert (b.resume(), b.torn_step) == (4, None)
+
+    def lost(entry):
+        raise KeyboardInterrupt
+
+    b._penstock._journal.write = lost
+    with pytest.raises(KeyboardInterrupt):
+        train(b, params, steps=1, first=4)
+    b.close()
+    c = FlashAdamW(params, **settings)
+    assert (c.resume(), c.torn_step) == (4, 5)
+    c.load_state_dict(saved)  # a later serial number, but an earlier step
+    c.close()
+    d = FlashAdamW(params, **settings)
+    assert (d.resume(), d.torn_step) == (2, None)
+    d.close()
+    with open(os.path.join(small["flash"], "penstock-states.begun"), "wb") as file:
+        file.write(b"7")
+    e = FlashAdamW(params, **settings)
+    assert e.torn_step is None
+    e.close()
+
+
 def test_what_an_earlier_run_left_is_not_overwritten_by_accident(small):
     params = parameters()
     a = FlashAdamW(params, durable=True, **small)

@@ -100,9 +100,12 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(point, overlap, disk_pa
     done = preloaded.run(["-c", program, str(homes), str(durable), str(overlap), point])
     assert done.returncode == -signal.SIGKILL, done.stderr
     completed = len(done.stdout.split())
+    where = point.split()[0]
     assert completed == DYING + (point == "after"), done.stderr
     assert os.listdir(homes) == []
-    assert all(name.endswith((".slab", ".journal", ".lock")) for name in os.listdir(durable))
+    assert all(
+        name.endswith((".slab", ".journal", ".lock", ".begun")) for name in os.listdir(durable)
+    )
 
     data = inputs(STEPS)
     building = penstock.built_on_flash(homes, floor=FLOOR) if overlap else nullcontext()
@@ -114,6 +117,11 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(point, overlap, disk_pa
         if first is None:
             first = optimizer.resume()
         assert first in (completed, completed + 1)
+        assert optimizer.torn_step in (None, first + 1)
+        if where == "sync" or (where == "backward" and overlap):
+            assert optimizer.torn_step == completed + 1
+        if where in ("forward", "between", "after"):
+            assert optimizer.torn_step is None
         losses = [train_step(model, optimizer, x) for x in data[first:]]
     optimizer.close()
 

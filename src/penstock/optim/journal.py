@@ -16,8 +16,12 @@
     digest of what lies where), ``tiles`` (number: slot of its record, its checksum's kind and value, or
     null, and its exact length if it is squeezed, or 0), ``params`` (for each, whether it
     has states, and its scalars) and ``norm`` (of the gradients, or null). Weights are in the records,
-    as masters. Floats in squeezed records are as [Note: format
-    exponent] in :mod:`penstock.codec.exponent` has them.
+    as masters. Floats in squeezed records are as [Note: format exponent] in
+    :mod:`penstock.codec.exponent` has them.
+
+    A third file has the serial number and the step of the entry to come, in decimal, from when the step
+    begins. Nobody waits for it, so it outlives a kill and not always a loss of power. If its serial is
+    higher than those of the journals, that step is torn.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ class Journal:
     Attributes:
         last: Entry of the newer whole file; None if there is none.
         before: Entry of the older one, which the next step replaces; None if there is none.
+        torn: Number of the step that the process before had begun and not completed; None: none is known.
     """
 
     def __init__(self, directories: Sequence[str]) -> None:
@@ -77,6 +82,10 @@ class Journal:
         self._directory = directories[0]
         self._locks: list[FileLock] = []
         self._paths = _paths(self._directory)
+        self._begun_path = os.path.join(self._directory, f"{_NAME}.begun")
+        self._begun_file: int | None = None
+        self._begun_serial = -1
+        self.torn: int | None = None
         try:
             for directory in directories:
                 self._lock(directory)
@@ -98,11 +107,33 @@ class Journal:
             self._next = 0 if serials[0] <= serials[1] else 1
             self.last, self.before = found[1 - self._next], found[self._next]
             self._serial = max(0, *serials)
+            self.torn = self._torn_step()
             if self.last is not None:
                 self._secure(self._paths[1 - self._next])
         except BaseException:
             self.close()
             raise
+
+    def begin(self, step: int) -> None:
+        """Note that a step begins, for who opens this after a kill. Raises TransferError."""
+        if self._begun_serial == self._serial + 1:
+            return
+        data = f"{self._serial + 1:>20} {step:>20}\n".encode()
+        try:
+            if self._begun_file is None:
+                self._begun_file = self._open(self._begun_path)
+            os.pwrite(self._begun_file, data, 0)
+        except OSError as error:
+            raise _failed("write", self._begun_path, len(data), error) from error
+        self._begun_serial = self._serial + 1
+
+    def _torn_step(self) -> int | None:
+        try:
+            with open(self._begun_path, "rb", opener=open_regular) as file:
+                serial, step = map(int, file.read().split())
+        except (OSError, ValueError):
+            return None
+        return step if serial > self._serial else None
 
     def write(self, entry: JournalEntry) -> None:
         """Make a step complete. Returns when it is on the device.
@@ -160,6 +191,9 @@ class Journal:
 
     def close(self) -> None:
         """Release the locks. Idempotent."""
+        if self._begun_file is not None:
+            os.close(self._begun_file)
+            self._begun_file = None
         for lock in self._locks:
             lock.close()
 

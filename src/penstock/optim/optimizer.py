@@ -223,6 +223,15 @@ class OnFlash(torch.optim.Optimizer):
         """
         return self._penstock.resume()
 
+    @property
+    def torn_step(self) -> int | None:
+        """With ``durable``: the step that the run before had begun and not completed, from 1.
+
+        None: it had none under way, or a loss of power has forgotten which. Weights and records of a torn
+        step are partly written; ``resume`` goes back to the step before.
+        """
+        return self._penstock.torn_step
+
     def wear(self) -> StepWear:
         """Estimate what a step writes, and how long the SSD lasts at that rate."""
         return wear_of(self._penstock)

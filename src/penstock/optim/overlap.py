@@ -344,6 +344,7 @@ class Overlap:
                 factor = states.factor_of(states.last_norm)
             states.groups.check()
             states.pipeline.is_awaited = False
+            states.note_begun()
             self._step = states.make_pass({}, factor)
             wanted = [
                 p.index

@@ -217,6 +217,16 @@ class FlashStates:
         self._backward = not (turns and self._backward)
         self.end_pass(step, begun)
 
+    def note_begun(self) -> None:
+        """Note in the journal, if there is one, that the next step begins. Raises TransferError."""
+        if self._journal is not None:
+            self._journal.begin(self.steps + 1)
+
+    @property
+    def torn_step(self) -> int | None:
+        """See ``OnFlash.torn_step``."""
+        return None if self._journal is None else self._journal.torn
+
     def begin_pass(self) -> UpdatePass:
         """Return a pass over all gradients, after every check that is possible before a change."""
         self.check_can_step()
@@ -230,6 +240,7 @@ class FlashStates:
         if self.config.clip_norm is not None:
             self.note_norm(grads, {})
             factor = self.factor_of(self.last_norm) if self._is_sharded or grads else None
+        self.note_begun()
         return self.make_pass(grads, factor)
 
     @property
