@@ -19,7 +19,7 @@ from penstock.core import memory as core_memory
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import BudgetError
 from penstock.core.memory import ProcessMemory
-from penstock.core.units import MIB
+from penstock.core.units import MIB, format_bytes
 from penstock.data import FlashDataset, FlashLoader
 from penstock.io.pages import trim_heap
 from penstock.observe.events import Mark
@@ -259,7 +259,7 @@ def test_the_first_summary_says_what_to_set(session_for, others):
     for each in summary.suggestion.budgets:
         assert f"'{each.device_bytes // MIB + 6}MiB'" in text
         memory = each.device_bytes + 6 * MIB
-        assert f"{(summary.host.rest_bytes + memory) / MIB:.2f} MiB" in text
+        assert format_bytes(summary.host.rest_bytes + memory) in text  # over 1 GiB in GiB
         assert others.try_take(6 * MIB, "a buffer")
         with session_for(net, policy="auto", memory=memory) as session:
             train(net, session=session)
