@@ -29,11 +29,8 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
     if not console.is_terminal:
         yield _lines(what)
         return
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn()),
-        *(TaskProgressColumn(), TimeElapsedColumn()),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task(what, total=1.0)
         yield lambda share: bar.update(task, completed=share)
 

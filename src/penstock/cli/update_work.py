@@ -26,7 +26,7 @@ def measure(directory: str, states_format: str) -> float:
         directory: Directory of the optimizer's files.
         states_format: Format of the records.
     """
-    dtype = torch.bfloat16 if states_format == "split" else torch.float32  # split is for it alone
+    dtype = torch.bfloat16 if states_format == "split" else torch.float32  # split is for that alone
     weight = torch.nn.Parameter(torch.ones(PARAMETERS, dtype=dtype))
     weight.grad = torch.full_like(weight, 1e-3)
     optimizer = FlashAdamW(
@@ -40,9 +40,8 @@ def measure(directory: str, states_format: str) -> float:
     times = []
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", PenstockWarning
-            )  # that it needs no less memory than torch's
+            # it warns that it needs no less memory than torch's own
+            warnings.simplefilter("ignore", PenstockWarning)
             for _ in range(1 + _STEPS):
                 begun = time.perf_counter()
                 optimizer.step()
