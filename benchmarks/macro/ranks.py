@@ -211,8 +211,7 @@ def child(job):
     torch.manual_seed(0)
     model = _weights_model.Decoder(_weights_model.SHAPES[job["shape"]], torch.float32)
     parallel = sharded(model) if job["parallel"] == "fsdp2" else DistributedDataParallel(model)
-    lengths = [local_of(each).nbytes for each in parallel.parameters()]
-    total = sum(lengths)
+    total = sum(local_of(each).nbytes for each in parallel.parameters())
     optimizer = optimizer_of(parallel, job, total)
     take = Step(parallel, optimizer, own_ids(job), backwards=2 if job["what"] == "gradients" else 1)
     known = {"states_bytes": 2 * total, "memory_bytes": 2 * total // SHARE}
@@ -220,7 +219,7 @@ def child(job):
     if job["what"] == "gradients":
         known = {"gradient_bytes": total, "memory_bytes": total // SHARE}
     if job["what"] == "weights":
-        limit = max(total // SHARE, 2 * max(lengths) + (1 << 20))
+        limit = max(total // SHARE, 2 * largest_of(parallel, job) + (1 << 20))
         known = {"weight_bytes": total, "memory_bytes": limit}
         if job["side"] == "penstock":
             offloading = penstock.offload(
@@ -248,6 +247,13 @@ def sharded(model):
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)
+
+
+def largest_of(model, job):
+    """Most bytes of weights of this rank that are needed at once: with FSDP2, those of a block."""
+    if job["parallel"] == "ddp":
+        return max(each.nbytes for each in model.parameters())
+    return max(sum(local_of(each).nbytes for each in block.parameters()) for block in model.blocks)
 
 
 def own_ids(job):
