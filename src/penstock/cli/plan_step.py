@@ -104,14 +104,11 @@ class StepRequest:
         if self.forward_only:
             return forward_only(divided)
         needed = record_bytes(self.optimizer, self.format, self.states)
-        return with_records(divided, needed, self._update_s)
-
-    @property
-    def _update_s(self) -> float:
-        """Seconds of the update of a parameter on the host; 0: not known."""
         states = _STATES[self.optimizer] if self.states is None else self.states
-        is_adam = tuple(states) == _STATES["adam"]
-        return float(getattr(self.node, f"update_{self.format}_s")) if is_adam else 0.0
+        update_s = (
+            getattr(self.node, f"update_{self.format}_s") if states == _STATES["adam"] else 0.0
+        )
+        return with_records(divided, needed, update_s)
 
     @cached_property
     def planner(self) -> StepPlanner:

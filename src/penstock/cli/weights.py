@@ -18,7 +18,7 @@ from penstock.core.units import format_bytes
 from penstock.io.files import open_path
 from penstock.observe.summary_text import text_table
 from penstock.weights.pieces import PIECE_BYTES, PieceReader
-from penstock.weights.safetensors import ITEM_BYTES, StoredTensor, WeightFile, open_source
+from penstock.weights.safetensors import WeightFile, open_source
 
 _EXAMPLES: Final = """\
 examples:
@@ -117,28 +117,21 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
+    conversion = importlib.import_module("penstock.weights.conversion")
     torch = importlib.import_module("torch")
-    weights = importlib.import_module("penstock.weights")
+    dtype = None if options.type is None else getattr(torch, options.type)
     found = [tensor for file in open_source(options.source) for tensor in file.tensors]
     read = sum(tensor.nbytes for tensor in found)
-    written = sum(_bytes_as(tensor, options.type) for tensor in found)
+    written = sum(conversion.bytes_as(tensor, dtype) for tensor in found)
     with progress_of_bytes("import", read + written * (1 if options.no_verify else 2)):
-        weights.convert(
+        conversion.convert(
             options.source,
             options.directory,
             shard=options.shard,
-            dtype=None if options.type is None else getattr(torch, options.type),
+            dtype=dtype,
             verify=not options.no_verify,
         )
     return _show(options, options.directory)
-
-
-def _bytes_as(tensor: StoredTensor, kind: str | None) -> int:
-    """Return the bytes of a tensor that is rounded to a type, if it is of those that are."""
-    codes = dict(zip(_TYPES, ("F64", "F32", "F16", "BF16"), strict=True))
-    if kind is None or tensor.code not in codes.values():
-        return tensor.nbytes
-    return tensor.nbytes // ITEM_BYTES[tensor.code] * ITEM_BYTES[codes[kind]]
 
 
 def _show(options: argparse.Namespace, path: str) -> int:

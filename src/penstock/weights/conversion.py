@@ -78,6 +78,11 @@ def convert(
     )
 
 
+def bytes_as(tensor: StoredTensor, dtype: torch.dtype | None) -> int:
+    """Return the bytes that ``convert`` writes of a tensor. Raises ConfigError as that does."""
+    return _converted("", tensor, None if dtype is None else _code_of(dtype)).nbytes
+
+
 def _code_of(dtype: torch.dtype) -> str:
     code = CODES.get(dtype)
     if code is None or code not in _CAST:
