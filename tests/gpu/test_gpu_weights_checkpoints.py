@@ -40,7 +40,8 @@ def trained(model, optimizer, batches):
 
 
 def adam_of(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
+    # on a GPU torch's default for ordinary parameters is foreach, whose last bits differ
+    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 
 
 def most_in(session, action):
