@@ -1,0 +1,236 @@
+"""What a saved tensor costs the host on a CUDA device: processor time of enqueuing, in microseconds.
+
+A device does a step no faster than the program's thread enqueues it. A chain of operations without
+kernels saves one small tensor each, so that only what the host does takes time:
+
+* "moved": every tensor leaves for host memory and comes back;
+* "stays, small": below the floor, where tensors are only counted;
+* "stays, planned": above it, in a budget, where the plan keeps them;
+* "recomputed": blocks of linear layers and activation functions, recomputed in backward: per block.
+
+The time of the program's thread, and of backward's, is taken for forward and backward, and that of all
+threads, since they share the interpreter's lock. Each is a difference to the plain run of the same
+round. Peers run in the same rounds: hooks that do nothing, and ``torch.utils.checkpoint``.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import _results
+import penstock
+
+NBYTES = 64 * 1024
+LENGTH = 64
+BLOCKS = 12
+WARM_UP = 6
+
+
+def main():
+    options = parse()
+    if not torch.cuda.is_available():
+        print("host_time: there is no CUDA device, so there is nothing to measure")
+        return
+    torch.set_num_threads(1)
+    figures = {}
+    for name, settings in {
+        "moved": {"policy": "all", "codec": "none", "floor": NBYTES // 2, "device_memory": "1MiB"},
+        "stays, small": {"policy": "keep", "floor": NBYTES * 2, "device_memory": "1GiB"},
+        "stays, planned": {"policy": "auto", "floor": NBYTES // 2, "device_memory": "1GiB"},
+    }.items():
+        if options.only in name:
+            chain = Chain()
+            with penstock.offload(host_memory="64MiB", flash=(), **settings) as session:
+                figures[name] = compare(chain, session, LENGTH, options)
+    if options.only in "recomputed":
+        blocks = Blocks()
+        settings = {"policy": "recompute", "floor": NBYTES // 2, "device_memory": "2MiB"}
+        with penstock.offload(
+            blocks.network, host_memory="64MiB", flash=(), recompute=True, **settings
+        ) as session:
+            figures["recomputed"] = compare(blocks, session, BLOCKS, options)
+    for name, sides in figures.items():
+        for side, one in sides.items():
+            if isinstance(one, dict):
+                print(
+                    f"{name:<15} {side:<11} {one['forward_us']:8.1f} µs in forward,"
+                    f" {one['backward_us']:8.1f} in backward, {one['all_threads_us']:8.1f} in all threads,"
+                    f" {one['elapsed_us']:8.1f} elapsed"
+                )
+        print(f"{name:<15} {sides['moved_per_step']} moved, {sides['recomputed']} recomputed")
+    if not options.quick:
+        config = {
+            "tensor_bytes": NBYTES,
+            "chain": LENGTH,
+            "blocks": BLOCKS,
+            "rounds": options.rounds,
+            "device": torch.cuda.get_device_name(),
+        }
+        path = _results.write("host_time", figures, config)
+        print(f"wrote {path.name}")
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--only", default="", help="part of the name of what is measured")
+    parser.add_argument("--quick", action="store_true", help="few rounds; no result file")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = min(options.rounds, 15)
+    return options
+
+
+def compare(work, session, count, options):
+    """Least of each column's differences to plain runs, divided by what there is to pay for."""
+    for _ in range(WARM_UP):
+        work.step()
+    sides = {"plain": [], "peer": [], "penstock": []}
+    before = session.recorder.snapshot()
+    for _ in range(options.rounds):
+        with session.paused():
+            sides["plain"].append(work.step())
+            with work.peer():
+                sides["peer"].append(work.step())
+        sides["penstock"].append(work.step())
+    after = session.recorder.snapshot()
+    plain = least(sides.pop("plain"))
+    names = ("forward_us", "backward_us", "all_threads_us", "elapsed_us")
+    figures = {
+        side: {
+            name: round((mine - base) / count * 1e6, 2)
+            for name, mine, base in zip(names, least(rows), plain, strict=True)
+        }
+        for side, rows in sides.items()
+    }
+    figures["plain"] = {
+        name: round(base / count * 1e6, 2) for name, base in zip(names, plain, strict=True)
+    }
+    moved = sum(flow.count for (stage, _), flow in after.flows.items() if stage == "copy_out")
+    moved -= sum(flow.count for (stage, _), flow in before.flows.items() if stage == "copy_out")
+    figures["moved_per_step"] = round(moved / options.rounds, 1)
+    figures["recomputed"] = len(session.plan.recomputed) if session.plan else 0
+    return figures
+
+
+def least(rows):
+    """A tenth of the way up each column: other programs only ever add to a time."""
+    return [statistics.quantiles(column, n=10)[0] for column in zip(*rows, strict=True)]
+
+
+class Work:
+    """Steps whose host time is taken."""
+
+    def step(self):
+        """Processor seconds of the thread in forward, of backward's thread, of all; and seconds."""
+        torch.cuda.synchronize()
+        begin = clocks()
+        loss = self.forward()
+        middle = time.thread_time()
+        self.last_hook = loss.register_hook(self.begin_backward)
+        loss.backward()
+        end_s = self.backward_thread_s
+        torch.cuda.synchronize()
+        end = clocks()
+        return [middle - begin[0], end_s, end[1] - begin[1], end[2] - begin[2]]
+
+    def begin_backward(self, _):
+        """Called by the thread that runs backward: it ends with the gradient of ``self.start``."""
+        self.began_s = time.thread_time()
+
+    def end_backward(self, _):
+        self.backward_thread_s = time.thread_time() - self.began_s
+
+
+class Save(torch.autograd.Function):
+    """Saves its input; launches nothing."""
+
+    @staticmethod
+    def forward(ctx, value):
+        ctx.save_for_backward(value)
+        return torch.empty(NBYTES // 4, device=value.device)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (_,) = ctx.saved_tensors
+        return gradient
+
+
+class Chain(Work):
+    """A chain of operations that only save their inputs."""
+
+    def __init__(self):
+        self.start = torch.zeros(NBYTES // 4, device="cuda", requires_grad=True)
+        self.start.register_post_accumulate_grad_hook(self.end_backward)
+
+    def forward(self):
+        value = self.start
+        for _ in range(LENGTH):
+            value = Save.apply(value)
+        return value.sum()
+
+    def peer(self):
+        """Hooks that do nothing."""
+        return torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
+
+
+class Blocks(Work):
+    """Blocks of a network, of which autograd saves more than their inputs."""
+
+    WIDTH = 32
+
+    def __init__(self):
+        torch.manual_seed(0)
+        wide = self.WIDTH
+        self.network = torch.nn.Sequential(
+            *(
+                torch.nn.Sequential(
+                    torch.nn.Linear(wide, wide),
+                    torch.nn.GELU(),
+                    torch.nn.Linear(wide, wide),
+                    torch.nn.GELU(),
+                )
+                for _ in range(BLOCKS)
+            )
+        ).to("cuda")
+        self.start = torch.ones(NBYTES // 4 // wide, wide, device="cuda", requires_grad=True)
+        self.start.register_post_accumulate_grad_hook(self.end_backward)
+        self.checkpointed = False
+
+    def forward(self):
+        if not self.checkpointed:
+            return self.network(self.start).sum()
+        value = self.start
+        for block in self.network:
+            value = checkpoint(block, value, use_reentrant=False)
+        return value.sum()
+
+    def peer(self):
+        """``torch.utils.checkpoint`` around each block."""
+        return Checkpointed(self)
+
+
+class Checkpointed:
+    def __init__(self, blocks):
+        self.blocks = blocks
+
+    def __enter__(self):
+        self.blocks.checkpointed = True
+
+    def __exit__(self, *_):
+        self.blocks.checkpointed = False
+
+
+def clocks():
+    return time.thread_time(), time.process_time(), time.perf_counter()
+
+
+if __name__ == "__main__":
+    main()
