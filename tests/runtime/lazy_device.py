@@ -161,6 +161,9 @@ class LazyLink:
     def empty_target(self, nbytes, device):
         return self.empty(nbytes, device)
 
+    def begin_pass(self):
+        pass
+
     def frees(self, storage):
         return storage.nbytes() not in self.graph_sizes
 

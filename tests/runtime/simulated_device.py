@@ -208,6 +208,9 @@ class SimLink:
         weakref.finalize(array, self._freed, memory, self.current, whose)
         return torch.from_numpy(array).untyped_storage()
 
+    def begin_pass(self):
+        pass
+
     def frees(self, storage):
         return True
 

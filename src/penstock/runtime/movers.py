@@ -139,6 +139,9 @@ class Mover(StreamOrder, Transport):
         """Return whether memory comes free for others when ``storage`` dies."""
         return True
 
+    def begin_pass(self) -> None:
+        """Note that a pass begins, in which ``frees`` will be asked. Called under the runtime's lock."""
+
     @abstractmethod
     def allocate(self, ticket: Any, *, force: bool = False) -> Any | None:
         """Device memory for what ``ticket`` holds, charged to the budget; ``None`` if it is full.

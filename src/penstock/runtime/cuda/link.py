@@ -10,7 +10,7 @@ import ctypes
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ _MAPPED: Final = 2
 """``ACL_HOST_REG_MAPPED``, of Ascend: for memory that begins at a multiple of 4096, as slabs do."""
 _IDLE_CYCLES: Final = 2_000_000
 """Of a clock of 1 to 2 GHz."""
+_HERE: Final = nullcontext()
 _FIGURES: Final = ("mem_get_info", "memory_reserved", "memory_stats_as_nested_dict")
 """Functions of torch's module for a kind of device that tell of memory."""
 
@@ -88,6 +89,8 @@ class CudaLink:
         self._segments = pools.segments if is_cuda else None
         self._has_capture = hasattr(self._torch, "is_current_stream_capturing")
         self._sleeping = {"blocking": True} if _takes_blocking(self._torch.Event) else {}
+        self._fast: Any = torch._C if is_cuda and hasattr(torch._C, "_cuda_setStream") else None
+        self._streams: dict[tuple[int, int, int], Stream] = {}
         self._idle_events: dict[tuple[torch.device, bool], list[Event]] = {}
         self._pinned: dict[int, torch.Tensor] = {}
 
@@ -101,13 +104,31 @@ class CudaLink:
 
     def current_stream(self, device: torch.device) -> Stream:
         """Return the stream that the calling thread enqueues work of ``device`` on at this moment."""
-        return self._torch.current_stream(device)
+        fast, index = self._fast, device.index
+        if fast is None or index is None:
+            return self._torch.current_stream(device)
+        name = fast._cuda_getCurrentStream(index)
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = self._torch.current_stream(device)
+        return stream
+
+    def within(self, stream: Stream) -> AbstractContextManager[object]:
+        """Make ``stream`` current, and its device: a stream alone would set the former device later."""
+        if self._fast is not None and self._fast._cuda_getDevice() == stream.device_index:
+            return _Within(self._fast, stream)
+        return self._within(stream)
 
     @contextmanager
-    def within(self, stream: Stream) -> Iterator[None]:
-        """Make ``stream`` current, and its device: a stream alone would set the former device later."""
+    def _within(self, stream: Stream) -> Iterator[None]:
         with self._torch.device(stream.device), self._torch.stream(stream):
             yield
+
+    def _on(self, device: torch.device) -> AbstractContextManager[object]:
+        """Make ``device`` current."""
+        if self._fast is not None and self._fast._cuda_getDevice() == device.index:
+            return _HERE
+        return self._torch.device(device)  # type: ignore[no-any-return]
 
     def copy_stream(self, device: torch.device) -> Stream:
         """Return a stream of high priority, whose pool few others use: torch hands streams out twice."""
@@ -118,7 +139,10 @@ class CudaLink:
 
         To wait for it sleeps and does not spin. With ``timed`` it can tell when it was reached.
         """
-        idle = self._idle_events.setdefault((stream.device, timed), [])
+        key = stream.device, timed
+        idle = self._idle_events.get(key)
+        if idle is None:
+            idle = self._idle_events.setdefault(key, [])
         try:
             event = idle.pop()
         except IndexError:
@@ -144,17 +168,17 @@ class CudaLink:
 
     def reached(self, event: Event) -> bool:
         """Return whether the device has come to ``event``."""
-        with self._torch.device(event.device):
+        with self._on(event.device):
             return bool(event.query())
 
     def synchronize(self, event: Event) -> None:
         """Wait, with the GIL released, until the device has come to ``event``."""
-        with self._torch.device(event.device):
+        with self._on(event.device):
             event.synchronize()
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
         """Return the device time between two timed events that have been reached, to about 500 ns."""
-        with self._torch.device(end.device):
+        with self._on(end.device):
             return int(start.elapsed_time(end) * 1e6)
 
     def empty(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -170,6 +194,11 @@ class CudaLink:
     def frees(self, storage: torch.UntypedStorage) -> bool:
         """Return whether others get the memory when it is freed; see [Note: memory of CUDA graphs]."""
         return self._segments is None or not self._segments.is_of_another_pool(storage)
+
+    def begin_pass(self) -> None:
+        """Ask anew, once, which pools there are."""
+        if self._segments is not None:
+            self._segments.renew()
 
     def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """Delay the reuse of freed memory until ``stream`` has done all it then has to do.
@@ -192,7 +221,7 @@ class CudaLink:
 
     def _host_bytes(self, address: int, nbytes: int) -> torch.Tensor:
         """Host memory as a tensor that does not own it."""
-        for begin, pinned in self._pinned.copy().items():
+        for begin, pinned in tuple(self._pinned.items()):
             if 0 <= address - begin <= pinned.numel() - nbytes:
                 return pinned[address - begin : address - begin + nbytes]
         return _tensor_at(address, nbytes)
@@ -249,6 +278,24 @@ class CudaLink:
         """Undo ``pin``, in a thread of its own for the same reason."""
         self._pinned.pop(address, None)
         _in_thread(_unpin, self._torch, address, device)
+
+
+class _Within:
+    """Makes a stream of the current device current: ``torch.cuda.stream`` takes ten times as long."""
+
+    __slots__ = ("_before", "_stream", "_torch")
+
+    def __init__(self, torch_c: Any, stream: Stream) -> None:
+        self._torch = torch_c
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        self._before = self._torch._cuda_getCurrentStream(stream.device_index)
+        self._torch._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+
+    def __exit__(self, *_: object) -> None:
+        self._torch._cuda_setStream(*self._before)
 
 
 def device_time(link: CudaLink, device: torch.device, call: Callable[[Stream], T]) -> tuple[T, int]:

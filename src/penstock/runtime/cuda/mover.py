@@ -201,13 +201,18 @@ class CudaMover(Mover):
             )
         streams = self._table.leave(storage)
         current = link.current_stream(storage.device)
-        if any(stream != current and link.capturing(stream) for stream in streams):
-            raise _captured(storage, label)
-        return tuple(link.record(stream) for stream in streams)
+        for stream in streams:
+            if stream is not current and stream != current and link.capturing(stream):
+                raise _captured(storage, label)
+        return tuple([link.record(stream) for stream in streams])
 
     def frees(self, storage: torch.UntypedStorage) -> bool:
         """Return whether no CUDA graph owns it; see [Note: memory of CUDA graphs] in ``.pools``."""
         return self._link.frees(storage)
+
+    def begin_pass(self) -> None:
+        """Look once in each pass whether CUDA graphs have taken memory."""
+        self._link.begin_pass()
 
     # -- back -------------------------------------------------------------------------------------
 

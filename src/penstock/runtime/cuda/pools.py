@@ -17,12 +17,16 @@ leave are holes. From a pool of their own the holes are each other's size, step 
     lies in a pool of its own, which keeps its memory: to spill it frees nothing, and it would
     be copied in again at each replay. Which pool memory belongs to is told by torch's snapshot alone,
     which takes milliseconds; but for memory to change its pool torch has to ask the driver for it, and
-    counts that. So a snapshot is taken only if it has done so since the last.
+    counts that. So a snapshot is taken only if it has done so since the last. To read that count takes
+    longer than all else that is asked of a tensor, so it is read once in a pass, and where an address is
+    in no segment that was seen. A segment that is given back to the driver and taken for another pool,
+    within one pass, is noticed in the next one; until then copies of it are made that free nothing.
 """
 
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_right
 from typing import Any
 
 import torch
@@ -89,7 +93,9 @@ class Segments:
         """
         self._pools = pools
         self._cuda = cuda
-        self._of_others: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+        self._seen: dict[int, tuple[int, list[int], list[tuple[int, bool]]]] = {}
+        """By device: the driver's bytes so far, starts of segments, and their ends and whose they are."""
+        self._is_current: set[int] = set()
         # of each allocation where the program has made it: many, if the user records that
         has_traces = "include_traces" in inspect.signature(cuda.memory_snapshot).parameters
         self._without_traces = {"include_traces": False} if has_traces else {}
@@ -99,19 +105,38 @@ class Segments:
         if self._cuda.get_allocator_backend() != "native":  # others have no snapshot
             return False
         index, address = storage.device.index, storage.data_ptr()
-        stats = self._cuda.memory_stats_as_nested_dict(storage.device)
-        changed = stats["reserved_bytes"]["all"]["allocated"]
-        known = self._of_others.get(index)
-        if known is None or known[0] != changed:
-            known = self._of_others[index] = changed, self._look(index)
-        return any(begin <= address < end for begin, end in known[1])
+        found = self._find(index, address) if index in self._is_current else None
+        if found is None:
+            self._look(index, storage.device)
+            found = self._find(index, address)
+        return found is True
 
-    def _look(self, index: int) -> list[tuple[int, int]]:
-        return [
-            (segment["address"], segment["address"] + segment["total_size"])
-            for segment in self._cuda.memory_snapshot(**self._without_traces)
-            if segment["device"] == index and not self._is_ours(tuple(segment["segment_pool_id"]))
-        ]
+    def renew(self) -> None:
+        """Memory may have gone from pool to pool since it was looked at."""
+        self._is_current.clear()
+
+    def _find(self, index: int, address: int) -> bool | None:
+        """Return whether a segment is of another pool; ``None`` if the address is in none."""
+        _, starts, segments = self._seen[index]
+        place = bisect_right(starts, address) - 1
+        if place < 0:
+            return None
+        end, is_others = segments[place]
+        return is_others if address < end else None
+
+    def _look(self, index: int, device: torch.device) -> None:
+        stats = self._cuda.memory_stats_as_nested_dict(device)
+        changed = stats["reserved_bytes"]["all"]["allocated"]
+        known = self._seen.get(index)
+        if known is None or known[0] != changed:
+            here = sorted(
+                (each["address"], each["total_size"], tuple(each["segment_pool_id"]))
+                for each in self._cuda.memory_snapshot(**self._without_traces)
+                if each["device"] == index
+            )
+            ends = [(start + size, not self._is_ours(pool_id)) for start, size, pool_id in here]
+            self._seen[index] = changed, [start for start, _, _ in here], ends
+        self._is_current.add(index)
 
     def _is_ours(self, pool_id: tuple[int, int]) -> bool:
         return pool_id == (0, 0) or self._pools.own(pool_id)
