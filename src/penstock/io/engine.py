@@ -261,6 +261,9 @@ class Transfer:
             self._cancel = self._promote = None
             self._error = error
             self._settled = finish is None
+            callbacks: list[Callable[[Transfer], None]] = []
+            if finish is None:
+                callbacks, self._callbacks = self._callbacks, callbacks
         if finish is not None:
             error = _finished(finish, error)
             del finish
@@ -268,14 +271,14 @@ class Transfer:
                 self._error = error
                 self._settled = True
         while True:
+            for callback in callbacks:
+                self._call(callback)
             with self._lock:
                 callbacks, self._callbacks = self._callbacks, []
                 if not callbacks:
                     self._over = True
                     event = self._event
                     break
-            for callback in callbacks:
-                self._call(callback)
         if event is not None:
             event.set()
         after, self._after = self._after, None

@@ -67,7 +67,8 @@ class Devices:
 
     def budget_of(self, device: torch.device) -> Account:
         """Return the account of a device's memory."""
-        return self._of(device).budget
+        found = self.all.get(device)
+        return (self._of(device) if found is None else found).budget
 
     def end_backward(self) -> bool:
         """Let the passes on all devices end; return whether there are new orders for any."""

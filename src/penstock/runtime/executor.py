@@ -234,8 +234,9 @@ class Executor:
                 table.free(nbytes)
         if saved is None:
             origin = Origin(*place, dtype_name(dtype))
-            return self._share(
-                storage, view, base, version, origin, sign_only=sign_only
+            return (
+                known  # else there is nothing to share
+                and self._share(storage, view, base, version, origin, sign_only=sign_only)
             ) or self._admit(
                 storage, view, base, version, origin, complete=complete, sign_only=sign_only
             )
@@ -607,6 +608,7 @@ class Executor:
     def _new_pass(self, index: int) -> Pass:
         if self.time.timer is not None:
             self.time.timer.begin()
+        self._mover.begin_pass()
         made = Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
         self._table.passes.add(made)
         return made

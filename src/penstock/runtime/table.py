@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from functools import partial
 from typing import Final
@@ -24,7 +23,7 @@ import torch
 from penstock.codec import registry
 from penstock.codec.base import Fidelity
 from penstock.core.config import UNLIMITED
-from penstock.core.locks import Lock, defer
+from penstock.core.locks import Lock, condition, defer
 from penstock.core.units import KIB, MIB
 from penstock.runtime.sampling import POSITIVE
 from penstock.runtime.storage import (
@@ -70,7 +69,7 @@ class StorageTable:
     def __init__(self, budget: Account) -> None:
         """Make an empty table; the device budget is charged for what is in it."""
         self.lock = Lock()
-        self.changed = threading.Condition(self.lock)  # type: ignore[arg-type]
+        self.changed = condition(self.lock)
         self.entries: dict[int, SavedStorage] = {}
         self.passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         self.spare_bytes = 0

@@ -502,11 +502,8 @@ class Reads:
             if orders.triggers:
                 place = orders.ranks.get(saved.key.match_key, -1)
                 of_pass.place = max(of_pass.place, place)
-        while True:
-            with transfers.table.lock:
-                following = of_pass.next_spilled(again=again)
-            if following is None or transfers.closed:
-                return
+            following = of_pass.next_spilled(again=again)
+        while following is not None and not transfers.closed:
             key, triggers = following.record.key, orders.triggers
             if triggers and triggers.get(key.match_key, -1) > of_pass.place:
                 return
@@ -515,6 +512,8 @@ class Reads:
                 return
             if not transfers.fetch(following, Priority.PREFETCH):
                 return
+            with transfers.table.lock:
+                following = of_pass.next_spilled(again=again)
 
     def _window_allows(self, saved: SavedStorage) -> bool:
         window = self._active.orders.window_bytes

@@ -32,7 +32,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -40,7 +39,7 @@ from typing import Final, NamedTuple
 
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import BudgetError, ConfigError
-from penstock.core.locks import Lock, defer
+from penstock.core.locks import Lock, condition, defer
 from penstock.core.process import ForkGuard, call_in_child, fork_guard, release_in_child
 from penstock.core.units import format_bytes
 
@@ -119,7 +118,7 @@ class Account:
         self._yields = False
         if parent is None:
             self._lock = Lock()
-            self.changed = threading.Condition(self._lock)  # type: ignore[arg-type]
+            self.changed = condition(self._lock)
             release_in_child(self, Account._renew)
             return
         self._lock, self.changed = parent._lock, parent.changed

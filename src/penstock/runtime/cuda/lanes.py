@@ -131,8 +131,10 @@ class CopyLane:
                 self._start_thread(self._work, self._name)
                 self._start_thread = None
             self._flying.append(copy)
-            self._wake.notify_all()
-            issued = self._issue_waiting()
+            try:
+                issued = self._issue_waiting()
+            finally:
+                self._wake.notify_all()  # not before: the thread needs the lock first
         for each in issued:
             _tell_issued(each)
 
@@ -257,7 +259,8 @@ class CopyLane:
                 self._link.synchronize(self._link.record(self._stream))
                 return False
             watched = not self._link.reached(copy.end)
-            self._link.synchronize(copy.end)
+            if watched:
+                self._link.synchronize(copy.end)
         except Exception as error:  # noqa: BLE001  (the device is lost, and torch will say so, too)
             copy.error = copy.error or error.with_traceback(None)
             return False

@@ -80,7 +80,9 @@ class Outbound:
         landed = partial(self._copied, ticket)
         copy = Copy(storage, nbytes, after, label, tier.spec.name, landed)
         if tier.spec.kind == "host":
-            self._begin_copy(ticket, copy, self._take_host(ticket))
+            ticket.buffer = buffer = self._take_host(ticket)  # nobody else has the ticket yet
+            copy.address = buffer.address
+            self._lanes.get(ticket.device, "out").submit(copy)
         else:
             self._begin(ticket, copy)
         return ticket

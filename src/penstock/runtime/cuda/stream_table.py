@@ -56,7 +56,10 @@ class StreamTable:
         entry = self._entries.get(storage._cdata)
         if entry is None or entry.storage() is not storage:
             with self._lock:
-                entry = self._find(storage) or self._add(storage)
+                entry = self._find(storage)
+                if entry is None:  # nothing fills it, and no other stream has used it
+                    self._add(storage).streams = (stream,)
+                    return
         elif stream in entry.streams:
             return
         fill = entry.fill
