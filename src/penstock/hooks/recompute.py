@@ -417,17 +417,24 @@ class _Recomputation:
             return tensor.detach()
         storage = tensor.untyped_storage()
         note = self.recomputer.made if self.memory.made(storage) else self.recomputer.use
-        self.hooks.when_complete(tensor, partial(note, storage))
-        self.hooks.when_complete(tensor, partial(self._compare, place, dropped, tensor))
+        self.hooks.when_complete(tensor, partial(self._made, note, storage, place, tensor))
         self.versions.append((tensor.detach(), tensor._version))
         kept = keep(tensor)
         if not self.missing:
             stop_early()
         return kept
 
-    def _compare(self, place: int, dropped: _Dropped, tensor: torch.Tensor) -> None:
+    def _made(
+        self,
+        note: Callable[[torch.UntypedStorage], None],
+        storage: torch.UntypedStorage,
+        place: int,
+        tensor: torch.Tensor,
+    ) -> None:
+        note(storage)
         self.missing -= 1
-        if dropped.digest is None:
+        dropped = self.expected[place]
+        if dropped is None or dropped.digest is None:
             return
         what = f"tensor {place}, {tensor.dtype} of shape {tuple(tensor.shape)},"
         self.compared.append((Comparison(dropped.digest, digest(tensor)), what))

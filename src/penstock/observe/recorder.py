@@ -267,7 +267,12 @@ class Recorder:
         lane.busy.add(start_ns, end_ns)
         if stage == Stage.STALL:
             self._add_stall(cause or "other", start_ns, end_ns)
-        self._keep((SPAN, lane.name, start_ns, end_ns, nbytes, tier, slot, cause))
+        if self._levels:
+            self._settle_levels()
+        event = SPAN, lane.name, start_ns, end_ns, nbytes, tier, slot, cause
+        self._events.append(event)  # as _append, without a call: hot
+        if self.log is not None:
+            self.log.append(event)
 
     def _add_stall(self, cause: str, start_ns: int, end_ns: int) -> None:
         stall = self._stalls.get(cause)

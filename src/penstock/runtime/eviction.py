@@ -239,6 +239,8 @@ class Eviction:
         self._recorder.span(Stage.STALL, start_ns, end_ns, cause=cause, slot=name)
 
     def _drop_prefetched(self, of_pass: Pass, wanted_for: SavedStorage | None) -> bool:
+        if not self._transfers.restored:
+            return False
         for saved in self._last_first(of_pass, self._transfers.restored):
             if saved.state is Residency.RESTORED and saved is not wanted_for:
                 self._transfers.retire(saved)

@@ -373,6 +373,8 @@ class Executor:
         version: int,
     ) -> bool:
         """Answer as ``StorageHolder.holds``."""
+        if storage._cdata not in self._table.entries:
+            return False
         with self._lock:
             return self._table.find(storage, base, version) is not None
 

@@ -521,7 +521,7 @@ class Pass:
     def needed_last(self) -> Iterator[SavedStorage]:
         """Yield live storages, the one that will be needed last first."""
         if self._need is None:
-            yield from sorted(self.live.values(), key=_index)
+            yield from list(self.live.values())  # in the order of saving
             return
         for index in reversed(self._need):
             saved = self.live.get(index)
