@@ -16,6 +16,7 @@ round. Peers run in the same rounds: hooks that do nothing, and ``torch.utils.ch
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _results
 import penstock
+from penstock.core.config import OffloadConfig
+from penstock.plan import Action, Decision
 
 NBYTES = 64 * 1024
 LENGTH = 64
@@ -57,10 +60,10 @@ def main():
                 figures[name] = compare(chain, session, LENGTH, options)
     if options.only in "recomputed":
         blocks = Blocks()
-        settings = {"policy": "recompute", "floor": NBYTES // 2, "device_memory": "3MiB"}
-        with penstock.offload(
-            blocks.network, host_memory="64MiB", flash=(), recompute=True, **settings
-        ) as session:
+        settings = {"floor": NBYTES // 2, "device_memory": "1GiB", "host_memory": "64MiB"}
+        config = OffloadConfig.from_mapping({"flash": (), "recompute": True} | settings)
+        plan = recomputing(blocks, config)
+        with penstock.Session(config, model=blocks.network, plan=plan) as session:
             figures["recomputed"] = compare(blocks, session, BLOCKS, options)
     for name, sides in figures.items():
         for side, one in sides.items():
@@ -87,6 +90,26 @@ def parse():
     parser.add_argument("--only", default="", help="part of the name of what is measured")
     parser.add_argument("--quick", action="store_true", help="no result file")
     return parser.parse_args()
+
+
+def recomputing(blocks, config):
+    """A plan that recomputes every block, and keeps the rest."""
+    with penstock.Session(replace(config, policy="keep"), model=blocks.network) as session:
+        for _ in range(WARM_UP):
+            blocks.step()
+        plan, profile = session.plan, session.profile
+    paths = tuple(f"Sequential.{number}" for number in range(BLOCKS))
+    producers = {slot.key.match_key: slot.producer or "" for slot in profile.slots}
+
+    def decided(key):
+        inside = f"{producers[key.match_key]}.".startswith(tuple(f"{path}." for path in paths))
+        inside &= key.module.startswith(tuple(f"{path}." for path in paths))
+        return Decision(
+            key, Action.RECOMPUTE if inside else Action.KEEP, "", "as the benchmark says"
+        )
+
+    decisions = tuple(decided(each.key) for each in plan.decisions)
+    return replace(plan, policy="by hand", decisions=decisions, recomputed=paths, window_bytes=0)
 
 
 def compare(work, session, count, options):

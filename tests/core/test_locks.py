@@ -295,3 +295,23 @@ def test_no_action_is_lost_in_a_crowd():
     with high:
         pass
     assert len(seen) == len(set(seen)) == 4 * 500
+
+
+def test_a_condition_wakes_who_waits_and_runs_what_was_deferred():
+    wake, done = condition(), []
+
+    def wait():
+        with wake:
+            wake.wait_for(lambda: done)
+            done.append("woken")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with wake:
+        defer(done.append, "deferred")
+        wake.notify_all()
+        assert not done
+    with wake:
+        wake.notify_all()
+    thread.join()
+    assert done == ["deferred", "woken"]

@@ -199,3 +199,17 @@ def test_a_snapshot_has_no_traces(cuda):
     snapshots = Recording()
     snapshots.add(2000, 100, (0, 5))
     assert pools.Segments(Pools(cuda), snapshots).is_of_another_pool(Storage(2000))
+
+
+def test_the_allocator_is_asked_once_in_a_pass(cuda):
+    """A segment may go to another pool at the same address; where the address is new it is asked."""
+    snapshots = Snapshots()
+    segments = pools.Segments(Pools(cuda), snapshots)
+    snapshots.add(1000, 100, (0, 0))
+    assert not segments.is_of_another_pool(Storage(1000))
+    snapshots.segments.clear()
+    snapshots.add(1000, 100, (0, 5))
+    assert not segments.is_of_another_pool(Storage(1000))
+    segments.renew()
+    assert segments.is_of_another_pool(Storage(1000))
+    assert snapshots.taken == 2

@@ -11,6 +11,7 @@ another object, and those outside the module and its submodules.
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -85,7 +86,8 @@ class ModuleState:
         """
         check_parameters(name, self._versions)
         now = [(module, dict(module.__dict__), dict(module._buffers)) for module in self._modules]
-        python, numpy = random.getstate(), np.random.get_state()
+        python: Any = None if self._python is None else random.getstate()  # takes long
+        numpy: Any = None if self._numpy is None else np.random.get_state()
         try:
             self._put_back()
             yield
@@ -93,9 +95,9 @@ class ModuleState:
             for module, attributes, buffers in now:
                 _assign(module.__dict__, attributes)
                 _assign(module._buffers, buffers)
-            if self._python is not None:
+            if python is not None:
                 random.setstate(python)
-            if self._numpy is not None:
+            if numpy is not None:
                 np.random.set_state(numpy)
 
     def _put_back(self) -> None:
@@ -151,12 +153,25 @@ def _copies(buffers: list[_Attributes]) -> dict[int, tuple[torch.Tensor, torch.T
 
 def _changed(before: _Attributes, now: _Attributes) -> _Attributes:
     """Return the entries of ``before`` that differ in ``now``; ``_ABSENT`` for those only in ``now``."""
+    if _are_same(before, now):
+        return {}
     changed = {name: value for name, value in before.items() if now.get(name, _ABSENT) is not value}
     changed.update((name, _ABSENT) for name in now if name not in before)
     return changed
 
 
+def _are_same(left: _Attributes, right: _Attributes) -> bool:
+    """Return whether they surely hold the same objects: most do, in the same order."""
+    return (
+        len(left) == len(right)
+        and all(map(operator.is_, left.values(), right.values()))
+        and left.keys() == right.keys()
+    )
+
+
 def _assign(target: _Attributes, wanted: _Attributes) -> None:
+    if _are_same(target, wanted):
+        return
     for name in [name for name in target if name not in wanted]:
         del target[name]
     for name, value in wanted.items():

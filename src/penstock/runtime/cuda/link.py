@@ -93,6 +93,7 @@ class CudaLink:
         self._streams: dict[tuple[int, int, int], Stream] = {}
         self._idle_events: dict[tuple[torch.device, bool], list[Event]] = {}
         self._pinned: dict[int, torch.Tensor] = {}
+        self.begin_pass()
 
     def adopt_thread(self, device: torch.device) -> None:
         """Prepare the calling thread, one of Penstock's, to work with ``device`` and no other.
