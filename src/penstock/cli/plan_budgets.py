@@ -299,11 +299,20 @@ def _head(request: BudgetRequest) -> Text:
         f" {states}; {held} held {format_bytes(step.process_peak_bytes)} at most, before the first"
         " update"
         f"\nflash of {machine.name}: writes {format_bandwidth(machine.flash_write_bytes_per_s)}, reads"
-        f" {format_bandwidth(machine.flash_read_bytes_per_s)}"
-        + ("" if machine.compute else "; measured, without what transfers cost computing"),
+        f" {format_bandwidth(machine.flash_read_bytes_per_s)}" + _measured(request),
         style="not bold",
     )
     return line
+
+
+def _measured(request: BudgetRequest) -> str:
+    """Return the rest of the line about flash, and on a GPU a line about the link."""
+    machine = request.machine
+    if request.step.is_cpu:
+        return "" if machine.compute else "; measured, without what transfers cost computing"
+    measured = "" if machine.compute else "; both were measured now"
+    out, back = (format_bandwidth(rate) for rate in machine.bytes_per_s("host"))
+    return f"\nlink of {machine.name}: from the device {out}, to it {back}{measured}"
 
 
 def _unit(step: RecordedStep) -> str:
@@ -332,8 +341,18 @@ def _advice(request: BudgetRequest) -> str:
     return (
         f"With {request.setting} {mib(one.budget_bytes)} a step holds {less} less, and its forward and"
         f" backward take {one.slowdown:.2f} times as long:\n"
-        f"penstock run {request.setting} {mib(one.budget_bytes)} --flash DIR {request.name}"
+        f"penstock run {request.setting} {mib(one.budget_bytes)}{_host_memory(request, one)} --flash DIR"
+        f" {request.name}"
     )
+
+
+def _host_memory(request: BudgetRequest, one: BudgetCost) -> str:
+    """Return the option for host memory, without which there is no way out of a GPU."""
+    if request.step.is_cpu:
+        return ""
+    accelerator: Any = importlib.import_module("penstock.runtime.cuda.accelerator")
+    nbytes = accelerator.host_memory_for(one.outcome.replayed.host.peak_bytes)
+    return f" --host-memory {mib(nbytes)}"
 
 
 # -- JSON ---------------------------------------------------------------------------------------------
@@ -355,6 +374,8 @@ def document(request: BudgetRequest) -> dict[str, Any]:
         "machine": machine.name,
         "flash_read_bytes_per_s": machine.flash_read_bytes_per_s,
         "flash_write_bytes_per_s": machine.flash_write_bytes_per_s,
+        "link_read_bytes_per_s": None if step.is_cpu else machine.host_read_bytes_per_s,
+        "link_write_bytes_per_s": None if step.is_cpu else machine.host_write_bytes_per_s,
         "data_bytes_per_s": request.data_bytes_per_s,
         "tbw_bytes": request.tbw_bytes,
         "saved": {
