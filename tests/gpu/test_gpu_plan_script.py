@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from penstock.cli.plan_budgets import print_budgets
 from penstock.cli.plan_step import check_step
 from penstock.cli.step_recording import StepReached, StepRecording
 from penstock.core.units import MIB
+from penstock.plan import Machine
 
 pytestmark = pytest.mark.gpu
 
@@ -40,10 +42,10 @@ SCRIPT = """
     """
 
 
-def recorded(directories, steps=1):
+def recorded(directories, steps=1, **settings):
     """What is recorded of a step of some layers on the GPU; the weights are as they were."""
     torch.manual_seed(0)
-    recording = StepRecording(directories, steps, on_swallowed=pytest.fail)
+    recording = StepRecording(directories, steps, on_swallowed=pytest.fail, **settings)
     try:
         layers = [each for _ in range(LAYERS) for each in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
         model = nn.Sequential(*layers).cuda()
@@ -102,6 +104,21 @@ def test_without_a_machine_the_link_is_measured_and_said(disk_path):
     assert whole["budget_bytes"] == document["saved"]["peak_bytes"] >= LAYERS * SAVED
     assert all(one["fits"] for one in smaller)
     assert smaller[-1]["budget_bytes"] == document["least_bytes"] < LAYERS * SAVED
+
+
+def test_codecs_are_tried_on_the_device(disk_path):
+    step = recorded((), codec="auto")
+    tried = {sample.codec for slot in step.kinds.slots for sample in slot.codecs}
+    assert "zero-value" in tried
+    assert not any("+" in name for name in tried), "chains have no form for devices"
+    slow = replace(Machine.preset("h200"), host_write_bytes_per_s=1e6, host_read_bytes_per_s=1e6)
+    (disk_path / "slow.toml").write_text(slow.to_toml())
+    words = ("--machine", str(disk_path / "slow.toml"), "--codec", "auto", "--memory", "16MiB")
+    text, document = answered(step, *words)
+    assert document["try_codecs"] == [16 * MIB]
+    assert ("With lossless codecs" in text) == bool(document["with_codecs"])
+    for one in document["with_codecs"]:
+        assert one["step_ns"] <= document["budgets"][1]["step_ns"]
 
 
 def test_the_command_needs_no_machine(disk_path):

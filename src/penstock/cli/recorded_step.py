@@ -20,7 +20,7 @@ class RecordedStep:
     number: int
     """Number of the step, from 1."""
     kinds: Profile
-    """One pass of each kind, as a session plans from."""
+    """One pass of each kind, as a session plans from; with samples of codecs if they were tried."""
     counts: tuple[int, ...]
     """Number of passes of the step that are like each pass of ``kinds``."""
     saved_bytes: int

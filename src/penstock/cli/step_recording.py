@@ -63,7 +63,12 @@ class StepRecording:
     """
 
     def __init__(
-        self, directories: tuple[str, ...], number: int, *, on_swallowed: Callable[[], object]
+        self,
+        directories: tuple[str, ...],
+        number: int,
+        *,
+        codec: str = "none",
+        on_swallowed: Callable[[], object],
     ) -> None:
         """Open the session in this thread.
 
@@ -71,6 +76,7 @@ class StepRecording:
             directories: Directories whose bandwidth is measured, and with a GPU that of its link;
                 none: the machine is known.
             number: Number of the step to record; those before it are trained.
+            codec: ``"auto"``: lossless codecs are tried on what is saved; ``"none"``: none is.
             on_swallowed: Called when the script has caught ``StepReached`` and goes on to train, again
                 and again. It ends the process.
 
@@ -88,7 +94,7 @@ class StepRecording:
         self._guard = fork_guard()
         config = OffloadConfig(
             policy="keep",
-            codec="none",
+            codec=codec,
             flash=directories,
             host_memory=_staging_bytes() if directories else None,
         )
@@ -208,7 +214,7 @@ class StepRecording:
                 " gradients otherwise: there is nothing to plan"
             )
         passes = RecordedPasses(records, device=device)
-        profile = passes.step(MOST_PASSES)
+        profile = passes.step(MOST_PASSES).without_codecs()
         modules = list(_modules(self._session.modules))
         inputs = list(self._inputs_of(self._session.modules, records))
         gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
