@@ -153,6 +153,10 @@ def parser() -> argparse.ArgumentParser:
         " trained, in memory (default: 1)",
     )  # fmt: skip
     made.add_argument(
+        "--codec", choices=("auto", "none"), help="with --script: auto tries lossless codecs on what"
+        " the step saves, as a session does, and says what they change (default: none)",
+    )  # fmt: skip
+    made.add_argument(
         "--script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="an unmodified script and its"
         " arguments, or -m and a module: it runs until its optimizer would step; comes last",
     )  # fmt: skip
@@ -177,7 +181,7 @@ def execute(options: argparse.Namespace) -> int | Callable[[], int]:
     if options.script is not None:
         made: Callable[[], int] = _of("plan_script").planned_script(options)
         return made
-    for name in ("flash", "step"):
+    for name in ("flash", "step", "codec"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name} needs --script")
     if options.network is None or options.machine is None:

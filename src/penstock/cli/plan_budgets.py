@@ -14,6 +14,7 @@ from rich.text import Text
 
 from penstock import __version__
 from penstock.cli.output import print_result, say
+from penstock.cli.plan_codecs import CodecUse, codec_uses, encoding_plan, would_try
 from penstock.cli.plan_network import PlannedNetwork
 from penstock.cli.plan_request import bytes_of, data_rate, machine_of
 from penstock.cli.plan_step import StepRequest, states_on_flash
@@ -29,6 +30,7 @@ from penstock.core.units import (
 )
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Action, Plan
+from penstock.plan.profile import Profile
 from penstock.plan.ranks import Ranks
 from penstock.plan.replay import replay
 from penstock.report.budget_plot import plot_budgets
@@ -65,6 +67,8 @@ class BudgetRequest:
     """Budgets that the user names; none: shares of what is saved."""
     data_bytes_per_s: int
     tbw_bytes: int | None
+    has_tried_codecs: bool = False
+    """True if lossless codecs were tried on what the step saved."""
 
     @cached_property
     def machine(self) -> Machine:
@@ -107,12 +111,32 @@ class BudgetRequest:
                 yield self._cost(name, nbytes)
         yield self._cost("least", least)
 
-    def _question(self, device_bytes: int) -> PolicyRequest:
-        """Return the question that a session answers with a plan, for a budget."""
+    @cached_property
+    def with_codecs(self) -> tuple[tuple[BudgetCost, tuple[CodecUse, ...]], ...]:
+        """Budgets within which a session encodes, and what; none if codecs were not tried."""
+        found = []
+        for one in self.costs[1:] if self.has_tried_codecs else ():
+            if self.would_try_codecs(one):
+                made = encoding_plan(self._question(one.budget_bytes, profile=self.step.kinds))
+                if made is not None:
+                    cost = self._replayed(one.name, one.budget_bytes, *made)
+                    found.append((cost, codec_uses(*made)))
+        return tuple(found)
+
+    def would_try_codecs(self, one: BudgetCost) -> bool:
+        """Return whether a session tries codecs within a budget."""
+        return would_try(self._question(one.budget_bytes), one.outcome.plan)
+
+    @cached_property
+    def _as_it_is(self) -> Profile:
+        return self.step.kinds.without_codecs()
+
+    def _question(self, device_bytes: int, *, profile: Profile | None = None) -> PolicyRequest:
+        """Return the question that a session answers with a plan, for a budget; without codecs."""
         step = self.step
         return PolicyRequest(
             policy=self.policy,
-            profile=step.kinds,
+            profile=profile or self._as_it_is,
             machine=self.machine,
             budgets=replace(self.budgets, device_bytes=device_bytes),
             slack_bytes=self._slack_bytes(device_bytes),
@@ -128,6 +152,11 @@ class BudgetRequest:
     def _cost(self, name: str, device_bytes: int, *, policy: str = "") -> BudgetCost:
         question = self._question(device_bytes)
         plan = replace(question, policy=policy or self.policy).plan()
+        return self._replayed(name, device_bytes, question, plan)
+
+    def _replayed(
+        self, name: str, device_bytes: int, question: PolicyRequest, plan: Plan
+    ) -> BudgetCost:
         found = replay(question.profile, plan, question.machine, trace=True)
         assert found.trace is not None
         step, per_step = self.step, self.step.per_step
@@ -148,7 +177,9 @@ class BudgetRequest:
     @property
     def advised(self) -> BudgetCost | None:
         """The smallest budget that costs little, or else the one that costs least; None: none fits."""
-        fitting = [one for one in self.costs[1:] if one.fits]
+        encoded = {one.budget_bytes: one for one, _ in self.with_codecs if one.fits}
+        costs = (encoded.get(one.budget_bytes, one) for one in self.costs[1:])
+        fitting = [one for one in costs if one.fits]
         cheap = [one for one in fitting if one.slowdown <= _CHEAP]
         return min(cheap, key=lambda one: one.budget_bytes) if cheap else next(iter(fitting), None)
 
@@ -229,6 +260,7 @@ def requested(options: argparse.Namespace, step: RecordedStep, name: str) -> Bud
         memory_bytes=tuple(parse_bytes(size, what="--memory") for size in sizes),
         data_bytes_per_s=data_rate(options.data_rate, machine),
         tbw_bytes=None if options.tbw is None else bytes_of(options, "tbw", 0, least=1),
+        has_tried_codecs=options.codec == "auto",
     )
 
 
@@ -267,6 +299,7 @@ def text(request: BudgetRequest) -> RenderableType:
         budget_costs(request.costs, setting=request.setting, tbw_bytes=request.tbw_bytes),
         Text(),
         Text(_advice(request)),
+        *_codecs(request),
     ]
     if costs:
         unit = _unit(request.step)
@@ -299,11 +332,20 @@ def _head(request: BudgetRequest) -> Text:
         f" {states}; {held} held {format_bytes(step.process_peak_bytes)} at most, before the first"
         " update"
         f"\nflash of {machine.name}: writes {format_bandwidth(machine.flash_write_bytes_per_s)}, reads"
-        f" {format_bandwidth(machine.flash_read_bytes_per_s)}"
-        + ("" if machine.compute else "; measured, without what transfers cost computing"),
+        f" {format_bandwidth(machine.flash_read_bytes_per_s)}" + _measured(request),
         style="not bold",
     )
     return line
+
+
+def _measured(request: BudgetRequest) -> str:
+    """Return the rest of the line about flash, and on a GPU a line about the link."""
+    machine = request.machine
+    if request.step.is_cpu:
+        return "" if machine.compute else "; measured, without what transfers cost computing"
+    measured = "" if machine.compute else "; both were measured now"
+    out, back = (format_bandwidth(rate) for rate in machine.bytes_per_s("host"))
+    return f"\nlink of {machine.name}: from the device {out}, to it {back}{measured}"
 
 
 def _unit(step: RecordedStep) -> str:
@@ -332,8 +374,44 @@ def _advice(request: BudgetRequest) -> str:
     return (
         f"With {request.setting} {mib(one.budget_bytes)} a step holds {less} less, and its forward and"
         f" backward take {one.slowdown:.2f} times as long:\n"
-        f"penstock run {request.setting} {mib(one.budget_bytes)} --flash DIR {request.name}"
+        f"penstock run {request.setting} {mib(one.budget_bytes)}{_host_memory(request, one)} --flash DIR"
+        f" {request.name}"
     )
+
+
+def _host_memory(request: BudgetRequest, one: BudgetCost) -> str:
+    """Return the option for host memory, without which there is no way out of a GPU."""
+    if request.step.is_cpu:
+        return ""
+    accelerator: Any = importlib.import_module("penstock.runtime.cuda.accelerator")
+    nbytes = accelerator.host_memory_for(one.outcome.replayed.host.peak_bytes)
+    return f" --host-memory {mib(nbytes)}"
+
+
+def _codecs(request: BudgetRequest) -> Iterator[RenderableType]:
+    """Say what lossless codecs change, or where a session would try them."""
+    tried = [mib(one.budget_bytes) for one in request.costs[1:] if request.would_try_codecs(one)]
+    if not request.has_tried_codecs:
+        if tried:
+            yield Text(
+                f"note: within {', '.join(tried)} the tiers bind, so a session tries lossless codecs, and"
+                " may write less; --codec auto tries them on this step"
+            )
+        return
+    yield Text()
+    if not request.with_codecs:
+        why = "none pays" if tried else "within no budget do the tiers bind"
+        yield Text(f"Lossless codecs change nothing: {why}.")
+        return
+    yield budget_costs(
+        [one for one, _ in request.with_codecs],
+        setting=request.setting,
+        tbw_bytes=request.tbw_bytes,
+        title="With lossless codecs, where a session uses them",
+    )
+    yield Text()
+    for one, uses in request.with_codecs:
+        yield Text(f"{mib(one.budget_bytes)}: {', '.join(map(str, uses))}")
 
 
 # -- JSON ---------------------------------------------------------------------------------------------
@@ -355,6 +433,8 @@ def document(request: BudgetRequest) -> dict[str, Any]:
         "machine": machine.name,
         "flash_read_bytes_per_s": machine.flash_read_bytes_per_s,
         "flash_write_bytes_per_s": machine.flash_write_bytes_per_s,
+        "link_read_bytes_per_s": None if step.is_cpu else machine.host_read_bytes_per_s,
+        "link_write_bytes_per_s": None if step.is_cpu else machine.host_write_bytes_per_s,
         "data_bytes_per_s": request.data_bytes_per_s,
         "tbw_bytes": request.tbw_bytes,
         "saved": {
@@ -373,6 +453,15 @@ def document(request: BudgetRequest) -> dict[str, Any]:
         "setting": request.setting,
         "least_bytes": request.least_bytes,
         "budgets": [_facts(one, request.tbw_bytes) for one in request.costs],
+        "try_codecs": [
+            one.budget_bytes for one in request.costs[1:] if request.would_try_codecs(one)
+        ],
+        "with_codecs": [
+            {**_facts(one, request.tbw_bytes), "codecs": [asdict(each) for each in uses]}
+            for one, uses in request.with_codecs
+        ]
+        if request.has_tried_codecs
+        else None,
         "on_flash": [
             {**asdict(one), "steps_to_wear_out": _steps(one.written_bytes, request.tbw_bytes)}
             for one in flash

@@ -83,6 +83,8 @@ def _check(options: argparse.Namespace) -> None:
     for name, why in _OF_THE_SCRIPT.items():
         if getattr(options, name):
             raise ConfigError(f"{_option(name)} does not go with --script: {why}")
+    if options.codec is not None and whole:
+        raise ConfigError("--codec does not go with --weights flash or --ranks: it is for budgets")
     for name in () if whole else _OF_WHOLE_STEPS:
         if getattr(options, name) is not None:
             raise ConfigError(f"{_option(name)} needs --weights flash or --ranks")
@@ -177,7 +179,10 @@ class _PlannedScript:
         module = importlib.import_module("penstock.cli.step_recording")
         try:
             self._recording = module.StepRecording(
-                self._directories, self._number, on_swallowed=self._end
+                self._directories,
+                self._number,
+                codec=self._options.codec or "none",
+                on_swallowed=self._end,
             )
         except PenstockError as error:
             if self._options.debug:

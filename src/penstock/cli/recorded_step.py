@@ -20,7 +20,7 @@ class RecordedStep:
     number: int
     """Number of the step, from 1."""
     kinds: Profile
-    """One pass of each kind, as a session plans from."""
+    """One pass of each kind, as a session plans from; with samples of codecs if they were tried."""
     counts: tuple[int, ...]
     """Number of passes of the step that are like each pass of ``kinds``."""
     saved_bytes: int
@@ -47,7 +47,7 @@ class RecordedStep:
     process_peak_bytes: int
     """Most memory that the process has held until then; on CUDA that torch has held on the device."""
     machine: Machine
-    """Measured bandwidth of flash, and the size of each memory; on CUDA nothing is measured."""
+    """Size of each memory, and bandwidth of flash and on CUDA of the link, if they were measured."""
 
     @property
     def passes(self) -> int:

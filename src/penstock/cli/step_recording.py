@@ -63,18 +63,25 @@ class StepRecording:
     """
 
     def __init__(
-        self, directories: tuple[str, ...], number: int, *, on_swallowed: Callable[[], object]
+        self,
+        directories: tuple[str, ...],
+        number: int,
+        *,
+        codec: str = "none",
+        on_swallowed: Callable[[], object],
     ) -> None:
         """Open the session in this thread.
 
         Args:
-            directories: Directories whose bandwidth is measured; none: the machine is known.
+            directories: Directories whose bandwidth is measured, and with a GPU that of its link;
+                none: the machine is known.
             number: Number of the step to record; those before it are trained.
+            codec: ``"auto"``: lossless codecs are tried on what is saved; ``"none"``: none is.
             on_swallowed: Called when the script has caught ``StepReached`` and goes on to train, again
                 and again. It ends the process.
 
         Raises:
-            ConfigError: A directory is not usable; or the device is no CPU, and it is to be measured.
+            ConfigError: A directory is not usable.
         """
         self.recorded: RecordedStep | PenstockError | None = None
         self._number = number
@@ -85,14 +92,16 @@ class StepRecording:
             weakref.WeakKeyDictionary()
         )
         self._guard = fork_guard()
-        if directories and torch.cuda.is_available():
-            raise ConfigError(
-                "with a GPU the bandwidth of its link is needed, too: give --machine FILE, which"
-                " `penstock bench machine` writes, or the name of a preset"
-            )
-        config = OffloadConfig(policy="keep", codec="none", flash=directories)
+        config = OffloadConfig(
+            policy="keep",
+            codec=codec,
+            flash=directories,
+            host_memory=_staging_bytes() if directories else None,
+        )
         self._session = Session(config, event_bytes=0, make_planner=RecordingPlanner)
         self._session.open()
+        if self._session.device.type == "cuda":  # what was measured with is not the script's
+            torch.cuda.reset_peak_memory_stats(self._session.device)
         self._session.on_step = self._after_step
         self._handles: list[RemovableHandle] = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -205,7 +214,7 @@ class StepRecording:
                 " gradients otherwise: there is nothing to plan"
             )
         passes = RecordedPasses(records, device=device)
-        profile = passes.step(MOST_PASSES)
+        profile = passes.step(MOST_PASSES).without_codecs()
         modules = list(_modules(self._session.modules))
         inputs = list(self._inputs_of(self._session.modules, records))
         gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
@@ -251,8 +260,20 @@ class StepRecording:
 
     def _machine(self) -> Machine:
         """Return the measured machine, with the size of its memories."""
-        nbytes = physical_bytes()
-        return replace(self._session.machine, device_bytes=nbytes, host_bytes=nbytes)
+        device, nbytes = self._session.device, physical_bytes()
+        here = replace(self._session.machine, device_bytes=nbytes, host_bytes=nbytes)
+        if device.type == "cpu":
+            return here
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+        return replace(here, device_bytes=device_bytes, flash_over_link=True)
+
+
+def _staging_bytes() -> int | None:
+    """Return the host memory through which flash and the link of a GPU are measured; None: no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    accelerator: Any = importlib.import_module("penstock.runtime.cuda.accelerator")
+    return int(accelerator.LEAST_STAGING_BYTES)
 
 
 def _launchers() -> list[Any]:

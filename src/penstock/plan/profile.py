@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -199,6 +199,10 @@ class Profile:
                 f"profile: slot {slot.key} of pass {slot.pass_index} is made from {source.key} of"
                 f" pass {source.pass_index}; it must be another slot of the same pass"
             )
+
+    def without_codecs(self) -> Profile:
+        """Return the profile as if no codec had been tried."""
+        return replace(self, slots=tuple(replace(slot, codecs=()) for slot in self.slots))
 
     @property
     def saved_bytes(self) -> int:

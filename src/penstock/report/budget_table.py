@@ -63,7 +63,13 @@ def mib(nbytes: int) -> str:
     return f"{-(-nbytes // MIB)}MiB"
 
 
-def budget_costs(costs: Sequence[BudgetCost], *, setting: str, tbw_bytes: int | None) -> Table:
+def budget_costs(
+    costs: Sequence[BudgetCost],
+    *,
+    setting: str,
+    tbw_bytes: int | None,
+    title: str = "What a budget costs, for each step of the optimizer",
+) -> Table:
     """Return a table with a line for each budget; ``setting`` is the option that limits it."""
     knows_process = any(one.held_bytes is not None for one in costs)
     columns = [
@@ -77,7 +83,7 @@ def budget_costs(costs: Sequence[BudgetCost], *, setting: str, tbw_bytes: int | 
     columns += ["written to\nflash"]
     columns += ["steps until\nworn out"] if tbw_bytes else []
     columns += _HELD if knows_process else ()
-    table = grid("What a budget costs, for each step of the optimizer", columns)
+    table = grid(title, columns)
     for one in costs:
         if not one.fits:
             add_row(

@@ -60,8 +60,7 @@ class PolicyRequest:
 
     def without_codecs(self) -> PolicyRequest:
         """Return the request as if no codec had been tried."""
-        slots = tuple(replace(slot, codecs=()) for slot in self.profile.slots)
-        return replace(self, profile=replace(self.profile, slots=slots))
+        return replace(self, profile=self.profile.without_codecs())
 
     def min_budget_bytes(self) -> int | None:
         """Return the smallest device budget that does for the whole profile; ``None``: none is known."""

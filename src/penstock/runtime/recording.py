@@ -15,6 +15,8 @@ from penstock.runtime.profiling import KnownPasses, profile_of
 class RecordingPlanner(Planner):
     """Planner that makes no plan, so that every pass is observed as the first one is.
 
+    If codecs may be chosen, all passes are sampled as well.
+
     Attributes:
         records: Records of the passes so far, in order.
     """
@@ -22,6 +24,7 @@ class RecordingPlanner(Planner):
     def __init__(self, *args: Any, **options: Any) -> None:
         """Record nothing yet. Arguments and errors as for ``Planner``."""
         super().__init__(*args, **options)
+        self.orders = replace(self.orders, samples=self._codecs.chosen)
         self.records: list[PassRecord] = []
 
     def learn(self, record: PassRecord) -> Orders | None:

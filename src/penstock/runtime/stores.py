@@ -138,12 +138,8 @@ class Stores:
         """
         mover = self.mover
         accelerator = self._accelerator
-        most = MOST_SCRATCH_BYTES if accelerator is None else MOST_DEVICE_SCRATCH_BYTES
-        scratch_bytes = max(
-            min(device_bytes // SCRATCH_SHARE, most),
-            min(2 * device_bytes // SCRATCH_SHARE, GOOD_SCRATCH_BYTES),
-        )
-        if scratch_bytes < LEAST_SCRATCH_BYTES:
+        scratch_bytes = codec_scratch_bytes(device_bytes, on_device=accelerator is not None)
+        if not scratch_bytes:
             return 0
         mover.trim(scratch_bytes)
         stage: Callable[..., Transport]
@@ -241,6 +237,21 @@ class Stores:
         if not config.host_bytes:
             return mover, None
         return mover, Arena(config.host_bytes, account=host, owner="host tier")
+
+
+def codec_scratch_bytes(device_bytes: int, *, on_device: bool) -> int:
+    """Return the scratch memory that codecs take from a device budget; 0 if there is no room for it.
+
+    Args:
+        device_bytes: The budget's limit.
+        on_device: Whether they run on a device, with its own memory.
+    """
+    most = MOST_DEVICE_SCRATCH_BYTES if on_device else MOST_SCRATCH_BYTES
+    scratch_bytes = max(
+        min(device_bytes // SCRATCH_SHARE, most),
+        min(2 * device_bytes // SCRATCH_SHARE, GOOD_SCRATCH_BYTES),
+    )
+    return scratch_bytes if scratch_bytes >= LEAST_SCRATCH_BYTES else 0
 
 
 def check_device_codec(name: str, device: torch.device) -> None:

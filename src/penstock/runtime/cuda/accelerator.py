@@ -153,6 +153,17 @@ class Accelerator:
         return replace(machine, host_write_bytes_per_s=out, host_read_bytes_per_s=back)
 
 
+def host_memory_for(tier_bytes: int) -> int:
+    """Return the host memory with which a session has a host tier of at least ``tier_bytes``, and flash.
+
+    See [Note: host memory on CUDA].
+    """
+    if not tier_bytes:
+        return LEAST_STAGING_BYTES
+    staging = min(max(tier_bytes, ALL_STAGING_BYTES // 2 + HUGE_PAGE_BYTES), MOST_STAGING_BYTES)
+    return max(tier_bytes, staging) + staging
+
+
 def _host_parts(config: OffloadConfig, *, staged: bool = True) -> dict[str, int]:
     """Bytes of host memory by use; see [Note: host memory on CUDA].
 
