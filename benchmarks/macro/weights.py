@@ -20,8 +20,9 @@ the files of a peer leave the page cache.
 groups of block devices, version 1), as a slower disk does: then the disk takes longer than computing on
 this machine, too.
 
-``untrimmed`` is ``flash`` in a process that keeps what ``malloc`` keeps, and ``mmap`` in one in which
-``malloc`` maps each larger block by itself; they may use three times the memory.
+``auto`` is ``flash`` with ``memory="auto"`` and no other limit: the session divides by itself what the
+control group leaves. ``untrimmed`` is ``flash`` in a process that keeps what ``malloc`` keeps, and
+``mmap`` in one in which ``malloc`` maps each larger block by itself; they may use three times the memory.
 
 Two sides are bounds of a step. ``raw`` moves the bytes that the last step of ``flash`` has read and
 written, through the same engine, and does nothing else. ``compute`` is forward and backward of a plain
@@ -66,7 +67,8 @@ from penstock.runtime import freed_memory
 
 BOUNDS = ("raw", "compute")
 HEAPS = ("untrimmed", "mmap")
-OURS = ("flash", *HEAPS, "plain", "mapped", *BOUNDS)
+STREAMED = ("flash", "auto", *HEAPS)
+OURS = (*STREAMED, "plain", "mapped", *BOUNDS)
 WARM_UP = 2
 """Turns that are not counted."""
 PEERS = {
@@ -468,7 +470,7 @@ def child(job):
         return
     if job["side"] == "untrimmed":
         freed_memory.HeapTrimmer._watch = lambda _: None
-    if job["side"] in ("flash", *HEAPS):
+    if job["side"] in STREAMED:
         with penstock.built_on_flash(job["dir"]):
             model = _weights_model.Decoder(shape, getattr(torch, job["dtype"]))
     elif job["side"] == "mapped":
@@ -479,13 +481,13 @@ def child(job):
     if job["mode"] == "lora":
         _weights_model.adapt(model)
     work = Work(model, job)
-    if job["side"] not in ("flash", *HEAPS):
+    if job["side"] not in STREAMED:
         _weights_steps.serve(work.step, job, built_s=built_s)
         return
-    settings = {"device_memory": job["saved_memory"], "flash": job["dir"]}
-    with penstock.offload(
-        model, weights="flash", weights_memory=job["weights_memory"], **settings
-    ) as session:
+    limits = {"device_memory": job["saved_memory"], "weights_memory": job["weights_memory"]}
+    if job["side"] == "auto":
+        limits = {"memory": "auto"}
+    with penstock.offload(model, weights="flash", flash=job["dir"], **limits) as session:
         _weights_steps.serve(work.step, job, built_s=built_s)
         print(session.summary(), file=sys.stderr)
 
@@ -498,14 +500,11 @@ class Work:
         self.numbers = torch.Generator().manual_seed(1)
         trained = [each for each in model.parameters() if each.requires_grad]
         if job["mode"] == "full":
+            limits = {} if job["side"] == "auto" else {"host_memory": job["states_memory"]}
+            if job["side"] not in ("auto", "plain"):
+                limits["gradient_memory"] = job["gradient_memory"]
             self.optimizer = FlashAdamW(
-                trained,
-                lr=1e-4,
-                flash=job["dir"],
-                format=job["format"],
-                overlap=True,
-                host_memory=job["states_memory"],
-                gradient_memory=job["gradient_memory"] if job["side"] != "plain" else None,
+                trained, lr=1e-4, flash=job["dir"], format=job["format"], overlap=True, **limits
             )
         elif job["mode"] == "lora":
             self.optimizer = torch.optim.AdamW(trained, lr=1e-4)

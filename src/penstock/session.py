@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, TracebackType
@@ -29,9 +29,11 @@ from penstock.core.ranks import (
 )
 from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
+from penstock.hooks.boundaries import task_id
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.clients import WEIGHTS, close_account, open_account
 from penstock.observe.counters import REFUSED, SAVED_TENSORS, SESSION
+from penstock.observe.events import StallCause
 from penstock.observe.recorder import Recorder
 from penstock.observe.suggestion import Suggestion
 from penstock.plan.machine import Budgets, Machine
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from penstock.observe.summary import RunFacts, Summary
     from penstock.runtime.cuda.mover import CudaMover
     from penstock.runtime.holdings import HoldingsSample
+    from penstock.runtime.memory_division import MemoryDivision
     from penstock.runtime.rank_store import RankStore
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
@@ -257,7 +260,7 @@ class Session:
         self._find_ranks()
         if config.flash_by_rank:
             share_flash(ranks_on_flash(config))
-        open_account(self.recorder)
+        open_account(self.recorder, self._waiting)
         self._memory = MemoryLimit(config, self.recorder)
         self.config = config = self._memory.configure(config, kind)
         self.budget = self._account(self._device)
@@ -306,6 +309,13 @@ class Session:
         self.devices.plan_by(self.planner)
         if rests and kind != "cpu":  # with the mover
             self._open_weights()
+
+    def _waiting(self, cause: StallCause, name: str) -> AbstractContextManager[None]:
+        """Return a block in which training waits for a client; other threads do not hold it up."""
+        is_training = threading.current_thread() is self._attachment.thread or task_id() != -1
+        if not is_training:
+            return nullcontext()
+        return self.executor.time.waiting(self.recorder, cause, name)
 
     def _find_ranks(self) -> None:
         """Find the store that the ranks of this job share, if there is one by now."""
@@ -431,7 +441,20 @@ class Session:
                 weights.account,
                 lambda: weights.wanted_bytes,
                 adapts=self.config.weights_memory is None,
+                least_bytes=lambda: weights.least_bytes,
+                divide=self._division().weights_bytes,
             ),
+        )
+
+    def _division(self) -> MemoryDivision:
+        """Return how memory is divided between weights and saved tensors once a step is known."""
+        from penstock.hooks.module_weights import session_weights  # noqa: PLC0415  (few runs need these)
+        from penstock.runtime.memory_division import MemoryDivision  # noqa: PLC0415
+
+        return MemoryDivision(
+            lambda: self.planner.orders.request,
+            lambda profile: session_weights(self.modules, self.optimizers, profile.operators),
+            self.recorder,
         )
 
     def _allowance(self, device: torch.device, budget: Account) -> Allowance | None:
@@ -594,10 +617,10 @@ class Session:
         self._attachment.protected.refresh()
         assert self._memory is not None
         self._memory.end_step()
-        if self._weights is not None:
-            self._weights.end_step()
         if self.devices.end_step():
             self._attachment.follow()
+        if self._weights is not None:  # after their limit is set
+            self._weights.end_step()
         if self.recorder.log is not None and self._steps == 1:
             self._log_model(self.recorder.log)
         self.recorder.end_step()
@@ -822,8 +845,16 @@ class Session:
             suggestion=suggestion,
             notes=self._notes(suggestion),
             warnings=(*self._attachment.notes, *self._plan_notes()),
-            host=self._memory.use(saved_bytes),
+            host=self._memory.use(saved_bytes and saved_bytes + self._moved_bytes()),
         )
+
+    def _moved_bytes(self) -> int:
+        """Return what weights on flash, and the states of optimizers there, would take in host memory."""
+        found = 0 if self._weights is None else self._weights.total_bytes
+        for optimizer in self.optimizers:
+            moved_bytes = getattr(optimizer, "moved_bytes", None)
+            found += 0 if moved_bytes is None else moved_bytes()
+        return found
 
     def _budget_of(self, device: torch.device, account: Account) -> int | None:
         """Return the limit that saved tensors had all the time; ``None`` if there was none."""

@@ -14,7 +14,17 @@ from penstock.core.units import MIB
 from penstock.observe.events import Mark
 from penstock.observe.recorder import Recorder
 from penstock.plan import Action
-from penstock.runtime.allowance import LIMIT, Allocated, FoundAllowance, Remainder
+from penstock.runtime.allowance import (
+    HOST as HOST_MEMORY,
+)
+from penstock.runtime.allowance import (
+    LIMIT,
+    Allocated,
+    FirstServed,
+    FoundAllowance,
+    Remainder,
+    SharedAllowance,
+)
 from penstock.runtime.table import SAVED
 from penstock.store.account import Account
 from penstock.store.frames import SCRATCH
@@ -296,3 +306,79 @@ def test_codecs_take_a_part_of_a_limit_that_was_found(link, disk_path):
         link.charged_bytes = lambda: session.budget.used_bytes
         assert session.budget.limit_bytes < 64 * MIB
         assert 0 < session.budget.used_by(SCRATCH) <= session.budget.limit_bytes // 8
+
+
+class Shared:
+    """Saved tensors and weights that share a memory of 64 MiB; replays give saved tensors ``saved``."""
+
+    def __init__(self, *, found=False, saved=None, least=4 * MIB):
+        self.memory = Account(64 * MIB, name="memory")
+        self.saved = self.memory.child("saved tensors")
+        self.weights = self.memory.child("weights")
+        self.needed, self.others = saved, 0
+        process = None
+        if found:
+            measure = lambda: Allocated(self.memory.used_bytes, self.memory.used_bytes, 0)  # noqa: E731
+            process = FoundAllowance(
+                Remainder(measure, self.memory),
+                64 * MIB,
+                account=self.memory,
+                recorder=Recorder(),
+                device=HOST_MEMORY,
+                parts=1,
+            )
+        self.allowance = SharedAllowance(
+            self.saved,
+            limit_bytes=UNLIMITED,
+            first=FirstServed(
+                self.weights,
+                wanted_bytes=lambda: UNLIMITED,
+                adapts=True,
+                least_bytes=lambda: least,
+                divide=lambda left: None if self.needed is None else left - self.needed,
+            ),
+            process=process,
+        )
+
+    @property
+    def limits(self):
+        return self.weights.limit_bytes // MIB, self.saved.limit_bytes // MIB
+
+    def ends_step(self):
+        limit = self.allowance.grown()
+        if limit is not None:
+            self.saved.limit_bytes = limit
+        return limit
+
+
+def test_weights_have_three_quarters_until_a_step_is_known():
+    shared = Shared(saved=4 * MIB)
+    assert shared.limits == (48, 16)
+    shared.saved.limit_bytes = shared.allowance.settle()
+    assert shared.limits == (60, 4)
+    shared.needed = 10 * MIB  # another plan
+    assert shared.ends_step() == 10 * MIB
+    assert shared.limits == (54, 10)
+    assert shared.ends_step() is None
+
+
+def test_half_of_a_memory_that_was_found_is_left_to_the_first_step():
+    """What the step takes beside is not known: the process would be killed for it."""
+    shared = Shared(found=True)
+    assert shared.limits == (22, 7)  # of 60 MiB; four are left free
+    assert shared.weights.extend(8 * MIB)  # two long weights
+    assert not shared.weights.extend(60 * MIB)
+    shared.saved.limit_bytes = shared.allowance.settle()
+    assert shared.limits == (45, 15)
+    assert not shared.weights.extend(MIB)
+
+
+def test_weights_cede_what_saved_tensors_cannot_do_without():
+    shared = Shared(saved=4 * MIB, least=50 * MIB)
+    shared.saved.limit_bytes = shared.allowance.settle()
+    assert shared.saved.extend(6 * MIB)
+    assert shared.limits == (54, 10)
+    assert shared.ends_step() is None  # and it stays so
+    assert shared.limits == (54, 10)
+    assert not shared.saved.extend(5 * MIB)  # the two longest weights need the rest
+    assert shared.limits == (54, 10)

@@ -1,14 +1,20 @@
 """One limit of memory for weights on flash, saved tensors and the buffers of an optimizer."""
 
+import time
+
 import pytest
 import torch
 
 import penstock
+from offload_runs import session_in
 from penstock.core.units import MIB
 from penstock.io.mapping import PAGE_BYTES
+from penstock.observe.events import StallCause
+from penstock.plan.machine import Machine
+from penstock.runtime.memory_division import MemoryDivision
 from penstock.store.account import host_account
 from penstock.store.heap import Heap
-from weights_rig import Chain, bits, built, flash_adamw, inputs, train_step
+from weights_rig import Chain, bits, built, flash_adamw, inputs, scripted, train_step
 
 WIDTH = 512
 """Of a layer, whose weight is one MiB."""
@@ -123,3 +129,107 @@ def test_others_give_way_to_a_weight_that_is_needed(disk_path, monkeypatch, into
         assert session._weights.forced == 0
         assert memory.peak_bytes <= 24 * MIB
         saved.close()
+
+
+SLOW = Machine("slow flash", 1e12, 1e12, 1e-9, 20e6, 20e6)
+
+
+def reads_of_last_step(disk_path, *, steps=4, batch=64, memory="18MiB", model=None):
+    """Weights read in the last of some steps that save four MiB, with a flash that binds."""
+    model = model or chain()
+    with session_in(
+        disk_path,
+        model,
+        machine=SLOW,
+        policy="auto",
+        flash_capacity=None,
+        weights="flash",
+        memory=memory,
+        floor="64KiB",
+    ) as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        before = 0
+        for x in inputs(steps, shape=(batch, WIDTH)):
+            before = weight_reads(session)
+            train_step(model, optimizer, x)
+        host = host_account()
+        assert host.used_bytes <= host.limit_bytes
+        return weight_reads(session) - before
+
+
+def test_what_saved_tensors_do_not_need_in_a_step_goes_to_weights(disk_path, monkeypatch):
+    divided = reads_of_last_step(disk_path)
+    monkeypatch.setattr(MemoryDivision, "weights_bytes", lambda *_: None)
+    assert divided < reads_of_last_step(disk_path)
+
+
+def test_a_step_that_saves_more_than_those_before_is_given_it_by_weights(disk_path):
+    """Replays know the steps that were; a larger one is no reason to fail."""
+    plain, model = chain(), chain()
+    sizes = [64, 64, 64, 1024, 64]
+    expected = [step_of(plain, size) for size in sizes]
+    with session_in(
+        disk_path,
+        model,
+        machine=SLOW,
+        policy="auto",
+        flash_capacity=None,
+        weights="flash",
+        memory="18MiB",
+        floor="64KiB",
+    ) as session:
+        assert [step_of(model, size) for size in sizes] == expected
+        assert host_account().peak_bytes <= 18 * MIB
+        assert session.recorder.snapshot().counted("budget.overflow") == 0
+    assert all(map(torch.equal, map(bits, plain.parameters()), map(bits, model.parameters())))
+
+
+def step_of(model, batch):
+    [x] = inputs(1, shape=(batch, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return train_step(model, optimizer, x)
+
+
+def test_waits_for_weights_are_stalls_and_not_computing(disk_path):
+    """So that plans are made for the time that computing takes."""
+    with scripted() as engine:
+        model, waits = chain(), 0.05
+
+        def late(request):
+            if request.op == "read" and request.nbytes >= MIB:
+                time.sleep(waits)
+
+        with session_in(
+            disk_path,
+            model,
+            machine=SLOW,
+            policy="auto",
+            flash_capacity=None,
+            weights="flash",
+            memory="12MiB",
+            floor="64KiB",
+        ) as session:
+            engine.spoil = late
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            for x in inputs(2, shape=(64, WIDTH)):
+                train_step(model, optimizer, x)
+            summary, foreseen = session.summary(), session.planner.foreseen
+            engine.spoil = lambda _: None
+        stalls = {each.cause: each for each in summary.stalls}
+        assert stalls[StallCause.WEIGHTS].total_ms >= 8 * waits * 1e3
+        assert foreseen.compute_ns <= 10**9
+
+
+def test_the_summary_compares_with_all_that_would_be_in_memory(disk_path):
+    model = chain()
+    with penstock.offload(
+        model, weights="flash", memory="24MiB", flash=str(disk_path), floor="64KiB"
+    ) as session:
+        optimizer = adamw(model, disk_path, host_memory="7MiB", gradient_memory="2MiB")
+        for x in batches(2):
+            train_step(model, optimizer, x)
+        summary = session.summary()
+    optimizer.close()
+    weights, states, gradients = 16 * MIB, 2 * 16 * MIB, 14 * MIB
+    moved = summary.saved_peak_bytes + weights + states + gradients
+    assert summary.host.without_bytes == summary.host.rest_bytes + moved

@@ -154,6 +154,7 @@ def test_bytes_of_a_step(is_tied, small, flash):
 @pytest.mark.parametrize("settings", [
     {"clip_norm": 0.1},
     {"clip_norm": 0.1, "gradient_memory": 0},
+    {"clip_norm": 0.1, "overlap": True},
     {"clip_norm": 0.1, "gradient_memory": "64KiB", "overlap": True},
     {"accumulation": 3, "overlap": True},
     {"accumulation": 3, "overlap": True, "gradient_memory": "64KiB"},
@@ -172,6 +173,19 @@ def test_gradients_that_are_clipped_or_accumulated(settings, small, flash):
     assert_same(ours, theirs)
     a.close()
     b.close()
+
+
+def test_gradients_of_weights_on_flash_are_freed_in_backward(small, flash):
+    """All of them take as much memory as all weights, for which there is none."""
+    model = little_model()
+    optimizer = FlashAdamW(model.parameters(), lr=1e-2, overlap=True, **small)
+    tokens = torch.arange(16).view(2, 8)
+    with flash(model):
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        held = {name for name, one in model.named_parameters() if one.grad is not None}
+        assert held == {name for name, one in model.named_parameters() if home_of(one) is None}
+    optimizer.close()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -24,7 +24,7 @@ from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.memory import ProcessMemory, physical_bytes
 from penstock.core.process import fork_guard
 from penstock.hooks.boundaries import task_id
-from penstock.hooks.module_weights import recorded_weights
+from penstock.hooks.module_weights import named_modules, recorded_weights
 from penstock.plan.machine import Machine
 from penstock.runtime.orders import PassRecord
 from penstock.runtime.recording import RecordedPasses, RecordingPlanner
@@ -215,7 +215,7 @@ class StepRecording:
             )
         passes = RecordedPasses(records, device=device)
         profile = passes.step(MOST_PASSES).without_codecs()
-        modules = list(_modules(self._session.modules))
+        modules = list(named_modules(self._session.modules))
         inputs = list(self._inputs_of(self._session.modules, records))
         gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
         states, unknown = _states(optimizer)
@@ -284,15 +284,6 @@ def _launchers() -> list[Any]:
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _modules(
-    roots: Sequence[tuple[str, torch.nn.Module]],
-) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield all modules with the paths under which they were tracked."""
-    for name, root in roots:
-        for path, module in root.named_modules():
-            yield f"{name}.{path}" if path else name, module
 
 
 def _states(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -40,6 +42,7 @@ class ParameterOwners:
         operators: Sequence[Operator],
         used: Mapping[str, Iterable[int]],
         final: Mapping[str, int],
+        records: Mapping[torch.Tensor, int] = MappingProxyType({}),
     ) -> tuple[ModuleWeights, ...]:
         """Return the weights of each module.
 
@@ -47,9 +50,16 @@ class ParameterOwners:
             operators: Operators of one step.
             used: Indices of the operators that use the weights of a module, by its path.
             final: Index of the operator after which its gradient is final; modules without one get none.
+            records: Bytes of the records of parameters whose optimizer has them on flash.
         """
         runs = OperatorRuns(operators)
-        return tuple(self._weights_of(path, runs, used, final) for path in self.owned)
+        return tuple(
+            replace(
+                self._weights_of(path, runs, used, final),
+                record_bytes=sum(records.get(one, 0) for one in parameters),
+            )
+            for path, parameters in self.owned.items()
+        )
 
     def _weights_of(
         self,
@@ -72,8 +82,21 @@ class ParameterOwners:
         )
 
 
+def named_modules(
+    roots: Iterable[tuple[str, torch.nn.Module]],
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield all modules with the paths that operators have, from the outermost ones with their names."""
+    for name, root in roots:
+        for path, module in root.named_modules():
+            yield f"{name}.{path}" if path else name, module
+
+
 def recorded_weights(
-    modules: Sequence[tuple[str, torch.nn.Module]], operators: Sequence[Operator]
+    modules: Sequence[tuple[str, torch.nn.Module]],
+    operators: Sequence[Operator],
+    *,
+    has_gradient: Callable[[torch.nn.Parameter], bool] = lambda one: one.grad is not None,
+    records: Mapping[torch.Tensor, int] = MappingProxyType({}),
 ) -> tuple[ModuleWeights, ...]:
     """Return the weights of a step that was observed, which names the module of each operator.
 
@@ -83,6 +106,8 @@ def recorded_weights(
     Args:
         modules: All modules with the paths that operators have, the outer ones first.
         operators: Operators of the step, in order.
+        has_gradient: Returns whether the step makes a gradient of a trained parameter.
+        records: Bytes of the records of parameters whose optimizer has them on flash.
     """
     by_path: dict[str, list[int]] = {}
     for index, one in enumerate(operators):
@@ -95,10 +120,31 @@ def recorded_weights(
             owner = owners.owner_of(parameter)
             assert owner is not None
             used[owner].update(_operators_of(path, by_path))
-            if parameter.requires_grad and parameter.grad is not None:
+            if parameter.requires_grad and has_gradient(parameter):
                 last = max((i for i in used[owner] if operators[i].backward), default=-1)
                 final[owner] = last if last >= 0 else len(operators) - 1
-    return owners.weights(operators, used, final)
+    return owners.weights(operators, used, final, records)
+
+
+def session_weights(
+    roots: Iterable[tuple[str, torch.nn.Module]],
+    optimizers: Iterable[torch.optim.Optimizer],
+    operators: Sequence[Operator],
+) -> tuple[ModuleWeights, ...]:
+    """Return the weights of a step that was observed, after it: gradients may be gone.
+
+    Args:
+        roots: The outermost modules with their names.
+        optimizers: Those that have stepped; if their records are on flash, each counts for its weights.
+        operators: Operators of the step, in order.
+    """
+    records: dict[torch.Tensor, int] = {}
+    for optimizer in optimizers:
+        record_bytes = getattr(optimizer, "record_bytes", None)
+        records |= {} if record_bytes is None else record_bytes()
+    return recorded_weights(
+        list(named_modules(roots)), operators, has_gradient=lambda _: True, records=records
+    )
 
 
 def _operators_of(path: str, by_path: Mapping[str, Sequence[int]]) -> Sequence[int]:

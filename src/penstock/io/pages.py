@@ -31,6 +31,7 @@ _MADV_HUGEPAGE: Final = 14
 _THRESHOLDS: Final = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}
 """Environment variables of glibc's heap, and their options of ``mallopt``."""
 _RETURNED_BYTES: Final = 1 << 20
+_LARGEST_GAP_BYTES: Final = 1 << 30
 _MAPS: Final = "/proc/self/maps"
 _ANONYMOUS: Final = ("", "[heap]")
 _PAGEMAP: Final = "/proc/self/pagemap"
@@ -39,6 +40,9 @@ _PRESENT_OR_SWAPPED: Final = np.uint64(3 << 62)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.malloc.argtypes = (ctypes.c_size_t,)
+_libc.malloc.restype = ctypes.c_void_p
+_libc.free.argtypes = (ctypes.c_void_p,)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -207,11 +211,17 @@ class _MallocInfo(ctypes.Structure):
 
 def free_heap_bytes() -> int:
     """Return the unused memory that the C library keeps in its heap; 0 if it does not tell."""
+    found = _malloc_info()
+    return 0 if found is None else int(found.fordblks)
+
+
+def _malloc_info() -> _MallocInfo | None:
     info = getattr(_libc, "mallinfo2", None)
     if info is None:
-        return 0
+        return None
     info.restype = _MallocInfo
-    return int(info().fordblks)
+    found: _MallocInfo = info()
+    return found
 
 
 def return_freed_blocks() -> None:
@@ -225,6 +235,42 @@ def return_freed_blocks() -> None:
     for variable, option in _THRESHOLDS.items():
         if variable not in os.environ:
             tune(option, _RETURNED_BYTES)
+
+
+class HeapGaps:
+    """Gaps of a MiB and more that freed blocks have left in the C library's heap, taken out of its use.
+
+    It would fill them with large blocks, and what these leave when they are freed stays resident: only
+    blocks that it maps one by one are returned at once. Taken gaps have no pages but their first.
+    """
+
+    def __init__(self) -> None:
+        """Take the gaps of this thread's heap, after ``return_freed_blocks``."""
+        self._blocks: list[int] = []
+        size = _LARGEST_GAP_BYTES
+        while size >= _RETURNED_BYTES:
+            block = self._in_gap(size)
+            if block:
+                self._blocks.append(block)
+            else:
+                size //= 2
+
+    def _in_gap(self, size: int) -> int:
+        """Return the address of a block in a gap; 0 if there is none of this size."""
+        before = _malloc_info()
+        if before is None:
+            return 0
+        block = int(_libc.malloc(size) or 0)
+        after = _malloc_info()
+        if block and after is not None and after.hblks == before.hblks:
+            return block
+        _libc.free(block)
+        return 0
+
+    def close(self) -> None:
+        """Give the gaps back. Idempotent."""
+        while self._blocks:
+            _libc.free(self._blocks.pop())
 
 
 def _call(name: str, pages: PageRange, argument: int) -> None:

@@ -8,13 +8,14 @@ the session that is open; while none is open, nothing is recorded.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Final
 
 from penstock.core.fs import filesystem_of
 from penstock.core.process import call_in_child
-from penstock.observe.events import Stage
+from penstock.observe.events import Stage, StallCause
 from penstock.observe.recorder import Recorder
 
 OPTIMIZER: Final = "optimizer"
@@ -39,7 +40,9 @@ ON_FLASH: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Description of the data in each tier whose writes wear an SSD."""
 
-_open: list[weakref.ref[Recorder]] = []
+Waiting = Callable[[StallCause, str], AbstractContextManager[None]]
+"""Returns a block in which this thread waits for a client: the cause, and the name of what is missing."""
+_open: list[tuple[weakref.ref[Recorder], Waiting | None]] = []
 call_in_child(_open.clear)  # a child has no session, and the recorder's lock may be held
 
 
@@ -53,20 +56,27 @@ def is_once(tier: str) -> bool:
     return tier == DATA or tier.endswith(_MEASUREMENT)
 
 
-def open_account(recorder: Recorder) -> None:
-    """Make clients report to this recorder."""
-    _open[:] = [weakref.ref(recorder)]
+def open_account(recorder: Recorder, waiting: Waiting | None = None) -> None:
+    """Make clients report to this recorder, and their waits to ``waiting``."""
+    _open[:] = [(weakref.ref(recorder), waiting)]
 
 
 def close_account(recorder: Recorder) -> None:
     """Stop clients from reporting to this recorder."""
-    _open[:] = [ref for ref in _open if ref() not in (None, recorder)]
+    _open[:] = [one for one in _open if one[0]() not in (None, recorder)]
 
 
 def open_recorder() -> Recorder | None:
     """Return the recorder of the open session, or ``None``."""
-    refs = tuple(_open)
-    return refs[0]() if refs else None
+    known = tuple(_open)
+    return known[0][0]() if known else None
+
+
+def waiting_for(cause: StallCause, name: str) -> AbstractContextManager[None]:
+    """Return a block in which this thread waits for a client: a stall of the open session's training."""
+    known = tuple(_open)
+    waiting = known[0][1] if known else None
+    return nullcontext() if waiting is None else waiting(cause, name)
 
 
 class ClientRecorder(Recorder):

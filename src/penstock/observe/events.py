@@ -62,6 +62,10 @@ class StallCause(enum.StrEnum):
     """Wait of ``unpack`` for a prefetch that has started and not ended."""
     SAMPLING = "sampling"
     """Measurement of codecs on a storage by ``pack``."""
+    WEIGHTS = "weights"
+    """Wait of a module or of backward for a weight that rests on flash."""
+    UPDATE = "update"
+    """Wait of backward for updates that free the memory of gradients and weights."""
 
 
 class Span(NamedTuple):

@@ -76,8 +76,9 @@ class HostMemoryUse:
     process_peak_bytes: int
     """Most memory that was resident at any one time, without pages of files."""
     without_bytes: int | None
-    """Estimated memory of the same run without Penstock: the rest, and all that autograd saves. ``None``
-    if saved tensors are not in host memory, or have not been profiled."""
+    """Estimated memory of the same run without Penstock: the rest, all that autograd saves, and weights,
+    optimizer states and gradients that are on flash. ``None`` if saved tensors are not in host memory, or
+    have not been profiled."""
 
     @property
     def together_bytes(self) -> int:

@@ -25,7 +25,7 @@ from penstock.io.engine import Engine
 from penstock.optim import state_dict as dicts
 from penstock.optim.config import StatesConfig
 from penstock.optim.formats import State
-from penstock.optim.memory import memory_notes
+from penstock.optim.memory import memory_notes, plain_bytes
 from penstock.optim.overlap import Overlap
 from penstock.optim.params import options_of
 from penstock.optim.probe import ProbedOptimizer, probe
@@ -123,6 +123,29 @@ class OnFlash(torch.optim.Optimizer):
         _report_costs(self._penstock)
         self._penstock.step()
         return loss
+
+    def record_bytes(self) -> dict[Tensor, int]:
+        """Return the bytes of each parameter's records on flash, which a step reads and writes once."""
+        states = self._penstock
+        found = dict.fromkeys(range(len(states.params)), 0.0)
+        for tile in states.tiles:
+            for piece in tile.pieces:
+                share = (piece.stop - piece.start) / max(1, tile.elements)
+                found[piece.param] += share * tile.record_bytes
+        return {states.params[index].tensor: round(nbytes) for index, nbytes in found.items()}
+
+    def moved_bytes(self) -> int:
+        """Return the bytes that torch's optimizer would hold: states, and gradients that do not stay."""
+        states = self._penstock
+        gradients = sum(
+            param.tensor.nbytes for param in states.params if param.tensor.requires_grad
+        )
+        stay = gradients
+        if states.gradients is not None:
+            stay = states.gradients.budget_bytes
+        elif states.overlap is not None and states.holds.has_homes:
+            stay = 0
+        return plain_bytes(states) + max(0, gradients - stay)
 
     def update_after(self, parallel: torch.nn.Module) -> None:
         """With ``overlap``: update when a ``DistributedDataParallel`` has averaged the gradients.

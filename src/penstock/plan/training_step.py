@@ -44,6 +44,10 @@ _AHEAD: Final = (0, 2, 8)
 """Largest modules that the window holds beyond the least."""
 _SETTLING: Final = 2
 """Replays of a candidate with the bandwidth that flash has in a step as long as the one before."""
+_ALIKE: Final = 1.02
+"""Steps whose times differ by a smaller factor are as long for a session."""
+_FEW: Final = 12
+"""Plans that are replayed at most for a session."""
 _SAVED: Final = (0.0, 0.5, 1.0)
 """Budgets of saved tensors that are tried, between the least and all of them."""
 
@@ -426,6 +430,37 @@ class StepPlanner:
                 best = rank, one, found
         assert best is not None  # the least fits
         return self._made(best[1], best[2], memory_bytes)
+
+    def saved_bytes(self, memory_bytes: int) -> int | None:
+        """Return what saved tensors get in a step that moves few bytes and is as short as any, or nearly.
+
+        For sessions, which keep all other memory for weights, and none for records. It replays few plans:
+        those that move the fewest bytes, until one takes hardly longer than any can.
+
+        Returns:
+            Bytes; None if no plan has room.
+        """
+        fitting = [
+            one
+            for one in self.candidates
+            if one.memory.total <= memory_bytes and not one.choice.cached
+        ]
+        shortest_ns = min((self._bound(one)[0] for one in fitting), default=0)
+        best: tuple[int, int] | None = None
+        for one in sorted(fitting, key=self._moved_bytes)[:_FEW]:
+            found = self.replay(one)
+            if not self._fits(found):
+                continue
+            if best is None or found.step_ns * _ALIKE < best[0]:
+                best = found.step_ns, one.memory.saved
+            if found.step_ns < shortest_ns * _ALIKE:
+                break
+        return None if best is None else best[1]
+
+    def _moved_bytes(self, one: _Candidate) -> tuple[int, int]:
+        """Return the bytes that a candidate moves, and those of saved tensors in memory."""
+        moved = step_bytes(self._weights, one.choice.kept, one.choice.cached)
+        return moved.read + moved.written + 2 * one.saved.offloaded_bytes, one.memory.saved
 
     def replay(self, one: _Candidate) -> ReplayedStep:
         """Replay a candidate; cached."""

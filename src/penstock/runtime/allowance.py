@@ -38,9 +38,11 @@
     others need more within a step, saved tensors are evicted for them at once. Only if that is not
     enough does a product raise BudgetError.
 
-    Weights on flash can be moved as well. They have what they want before saved tensors do, since a byte
-    of them that stays saves up to three transfers a step, and one of a saved tensor two; but a part is
-    left for saved tensors, without which no step runs (``LAST_SHARE``).
+    Weights on flash can be moved as well. Until a step is known, they have what they want before saved
+    tensors do, since a byte of them that stays saves up to three transfers a step, and one of a saved
+    tensor two; but a part is left for saved tensors, without which no step runs (``LAST_SHARE``). Then
+    replays of the whole step divide what is left (:mod:`.memory_division`). These know steps like the one
+    that was: if saved tensors need more in another, and nothing of them can be moved, weights cede it.
 """
 
 from __future__ import annotations
@@ -259,6 +261,10 @@ class FirstServed(NamedTuple):
     """Returns the bytes of all of them."""
     adapts: bool
     """True if the account's limit is to be found; False if it was given."""
+    least_bytes: Callable[[], int] = lambda: 0
+    """Returns the least limit with which they can be used."""
+    divide: Callable[[int], int | None] = lambda _: None
+    """Returns what they get of the bytes that are left to them and saved tensors; None: not known."""
 
 
 class SharedAllowance:
@@ -273,7 +279,7 @@ class SharedAllowance:
         first: FirstServed | None = None,
         process: FoundAllowance | None = None,
     ) -> None:
-        """Limit ``account`` to what is left now, or half of it if the parent's limit was found.
+        """Limit ``account`` to its part of what is left now, or of half of it if the parent's was found.
 
         Args:
             account: Account of saved tensors; its parent has the limit that all share.
@@ -283,15 +289,17 @@ class SharedAllowance:
             process: Finds the parent's limit; None: it is given.
         """
         assert account.parent is not None
-        self._is_settled = False
+        self._is_settled = self._is_divided = False
         self._account, self._parent = account, account.parent
         self._own_limit_bytes = limit_bytes
         self._process = process
         self._first = first
+        self._ceded_bytes = 0
+        if first is not None and first.adapts:
+            account.extend = self._cede
+            first.account.extend = self._extend_first
         self._other_bytes = max(reserved_bytes, self._beside())
         account.limit_bytes = self._left()
-        if process is not None:
-            account.limit_bytes = max(LEAST_SHARE_BYTES, account.limit_bytes // 2)
         account.advisory = process is not None
 
     def look(self) -> None:
@@ -308,18 +316,18 @@ class SharedAllowance:
     def grown(self) -> int | None:
         """Return another limit, after a step, if notably less is left than before."""
         self.look()
+        was_settled, self._is_settled = self._is_settled, True  # also under a user plan
         left, before = self._left(), self._account.limit_bytes
-        if self._is_settled and before - left <= before // NOTABLE_SHARE:
-            return None
-        self._is_settled = True  # without an observed pass, as under a user plan
-        return left
+        notable = before // NOTABLE_SHARE
+        is_larger = self._is_divided and left - before > notable
+        return left if before - left > notable or is_larger or not was_settled else None
 
     def _beside(self) -> int:
         first = 0 if self._first is None else self._first.account.used_bytes
         return self._parent.used_bytes - self._account.used_bytes - first
 
     def _left(self) -> int:
-        left = max(LEAST_SHARE_BYTES, self._parent.limit_bytes - self._other_bytes)
+        left = max(LEAST_SHARE_BYTES, self._whole_bytes)
         if self._first is not None:
             left = max(LEAST_SHARE_BYTES, left - self._limit_first(self._first, left))
         return min(self._own_limit_bytes, left)
@@ -327,5 +335,36 @@ class SharedAllowance:
     def _limit_first(self, first: FirstServed, left_bytes: int) -> int:
         """Limit those who are served first, and return the bytes that they will have."""
         if first.adapts:
-            first.account.limit_bytes = left_bytes - left_bytes // LAST_SHARE
+            found = first.divide(left_bytes) if self._is_settled else None
+            self._is_divided = found is not None
+            part = left_bytes - left_bytes // LAST_SHARE if found is None else found
+            part = max(part - self._ceded_bytes, first.least_bytes())
+            first.account.limit_bytes = min(part, left_bytes)
         return min(first.account.limit_bytes, first.wanted_bytes())
+
+    @property
+    def _whole_bytes(self) -> int:
+        """Bytes that others leave; half of them while it is not known what a step takes beside them."""
+        left = self._parent.limit_bytes - self._other_bytes
+        return left if self._process is None or self._is_settled else left // 2
+
+    def _cede(self, nbytes: int) -> bool:
+        """Give saved tensors more of what weights have; return False if weights need it."""
+        first = self._first
+        assert first is not None
+        if first.account.limit_bytes - nbytes < first.least_bytes():
+            return False
+        self._ceded_bytes += nbytes
+        first.account.limit_bytes -= nbytes
+        self._account.limit_bytes += nbytes
+        return True
+
+    def _extend_first(self, nbytes: int) -> bool:
+        """Give weights more than half of what is left before a step is known; return False if they do."""
+        first = self._first
+        assert first is not None
+        limit_bytes = first.account.limit_bytes + nbytes
+        if self._is_settled or limit_bytes > self._parent.limit_bytes - self._other_bytes:
+            return False
+        first.account.limit_bytes = limit_bytes
+        return True

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from penstock.observe.clock import Clock
+from penstock.observe.events import Stage, StallCause
+from penstock.observe.recorder import Recorder
 
 if TYPE_CHECKING:
     from penstock.runtime.cuda.timing import DeviceTimer, Reached
+
+_NOTABLE_NS: Final = 100_000
+"""Shortest wait for a client that is reported: others had nothing to wait for."""
 
 
 class ComputeTime:
@@ -50,6 +55,25 @@ class ComputeTime:
             yield
         finally:
             self.wait_ends(since)
+
+    @contextmanager
+    def waiting(self, recorder: Recorder, cause: StallCause, name: str) -> Iterator[None]:
+        """Leave out what this thread waits in this block, and report it as a stall.
+
+        Args:
+            recorder: Gets the stall.
+            cause: Its cause.
+            name: What is waited for.
+        """
+        since, start_ns = self.wait_begins(), self._clock.now_ns()
+        try:
+            yield
+        finally:
+            self.wait_ends(since)
+            end_ns = self._clock.now_ns()
+            if end_ns - start_ns >= _NOTABLE_NS:
+                self.stalled_ns += end_ns - start_ns
+                recorder.span(Stage.STALL, start_ns, end_ns, cause=cause, slot=name)
 
     def wait_begins(self) -> Reached:
         """As ``DeviceTimer.wait_begins``; empty without a timer."""

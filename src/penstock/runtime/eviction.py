@@ -201,8 +201,14 @@ class Eviction:
             self._evict(victim)
 
     def _exceed(self, nbytes: int, name: str) -> bool:
-        """Refuse to, where the limit is given and tiers could take more; else count it: False."""
+        """Refuse to, where the limit is given and tiers could take more; else count it: False.
+
+        True if the limit could be raised.
+        """
         transfers, advisory = self._transfers, self._budget.advisory
+        excess = self._budget.used_bytes + nbytes - self._budget.limit_bytes
+        if excess > 0 and self._budget.extend is not None and self._budget.extend(excess):
+            return True
         if not (transfers.failed or advisory):
             self._refuse(nbytes, name)
         if not advisory:

@@ -18,7 +18,7 @@ from penstock.core.errors import BudgetError
 from penstock.core.memory import ProcessMemory, usable_memory
 from penstock.core.ranks import local_processes
 from penstock.core.units import MIB, format_bytes, round_down
-from penstock.io.pages import free_heap_bytes, return_freed_blocks, trim_heap
+from penstock.io.pages import HeapGaps, free_heap_bytes, return_freed_blocks, trim_heap
 from penstock.observe.counters import SAVED_TENSORS
 from penstock.observe.recorder import Recorder
 from penstock.observe.summary_values import HostMemoryUse, OwnerLine
@@ -56,6 +56,7 @@ class MemoryLimit:
             BudgetError: Penstock already holds more than the limit.
         """
         self._last_use: HostMemoryUse | None = None
+        self._gaps: HeapGaps | None = None
         self._account = host_account()
         self._limit_before = self._account.limit_bytes
         self._recorder = recorder
@@ -64,6 +65,7 @@ class MemoryLimit:
         self._is_exact = self._finds and not heap_is_better()
         if self._is_exact:
             return_freed_blocks()
+            self._gaps = HeapGaps()
             trim_heap()
         self._process = ProcessMemory()
         self._first_peak_bytes = self._process.peak_bytes()
@@ -178,20 +180,22 @@ class MemoryLimit:
         trimmer = self._trimmer
         return found if trimmer is None or not trimmer.times else (*found, str(trimmer))
 
-    def use(self, saved_peak_bytes: int) -> HostMemoryUse:
+    def use(self, without_bytes: int) -> HostMemoryUse:
         """Return the process's memory for the summary.
 
         Args:
-            saved_peak_bytes: Bytes that autograd would hold in host memory; 0 if they are not known.
+            without_bytes: Bytes that the program would hold in host memory beside the rest if Penstock
+                moved nothing: saved tensors, weights, states; 0 if they are not known.
         """
         use = self._last_use or self._use()
-        without = use.rest_bytes + saved_peak_bytes if saved_peak_bytes else None
-        return replace(use, without_bytes=without)
+        return replace(use, without_bytes=use.rest_bytes + without_bytes if without_bytes else None)
 
     def close(self) -> None:
         """Restore the limit that the host account had before. Idempotent."""
         if self._trimmer is not None:
             self._trimmer.close()
+        if self._gaps is not None:
+            self._gaps.close()
         self._restore()
 
     def _restore(self) -> None:

@@ -56,8 +56,9 @@ class WeightEviction:
         """A read or write is over: go on to give way, if somebody still waits for that."""
         with self._table.wake:
             self._table.wake.notify_all()
-        owed = self._table.account.owed_bytes
-        if owed and self._give_some(owed):
+        account = self._table.account
+        owed = max(account.owed_bytes, account.used_bytes - account.limit_bytes)
+        if owed > 0 and self._give_some(owed):
             defer(self.moved)  # after what was let go is freed, which is deferred as this is
 
     def take_unneeded_read(self, stay: Stay | None = None) -> bool:

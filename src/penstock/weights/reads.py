@@ -12,6 +12,8 @@ from typing import Final
 from penstock.core.locks import defer
 from penstock.core.units import MIB
 from penstock.io.engine import Priority
+from penstock.observe.clients import waiting_for
+from penstock.observe.events import StallCause
 from penstock.weights.eviction import NOW, WeightEviction
 from penstock.weights.stays import Stay, WeightTable
 
@@ -45,7 +47,11 @@ class WeightReads:
             self._table.order.note(stay.index)
             stay.pins += 1
         try:
-            self._bring(stay)
+            if stay.storage is None:
+                with waiting_for(StallCause.WEIGHTS, stay.home.name):
+                    self._bring(stay)
+            else:
+                self._bring(stay)
         except BaseException:
             with self._table.wake:
                 stay.at_home += stay.storage is None  # which ``release`` takes away

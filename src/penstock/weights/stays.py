@@ -187,7 +187,8 @@ class WeightTable:
         sizes = sorted(sizes)
         least = sum(nbytes for nbytes, _ in sizes[-2:])
         limit = self.account.limit_bytes
-        if least <= limit:
+        extend = self.account.extend
+        if least <= limit or (extend is not None and extend(least - limit)):
             return
         largest = sizes[-1]
         raise BudgetError(

@@ -200,6 +200,11 @@ class WeightStreamer:
         return self._table.total_bytes if self._table.stays else UNLIMITED
 
     @property
+    def least_bytes(self) -> int:
+        """Least limit: the two longest weights."""
+        return sum(sorted(stay.home.nbytes for stay in self._table.stays)[-2:])
+
+    @property
     def present_bytes(self) -> int:
         """Bytes of weights that are in memory."""
         return sum(stay.home.nbytes for stay in self._table.stays if stay.storage is not None)
@@ -253,6 +258,7 @@ class WeightStreamer:
         with self._table.wake:
             self._table.order.end()
             failure, self._eviction.failure = self._eviction.failure, None
+        self._eviction.give_way(self.account.used_bytes - self.account.limit_bytes)
         self._reads.pump()
         if failure is not None:
             warnings.warn(

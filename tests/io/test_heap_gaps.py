@@ -1,0 +1,68 @@
+"""Gaps that freed blocks leave in the heap of the C library are not filled by large blocks once taken."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs Linux's /proc/self/status"
+)
+
+PROGRAM = """
+import ctypes, json, sys
+from penstock.io import pages
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+MIB = 1 << 20
+
+
+def anonymous():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+
+
+def touched(nbytes):
+    block = libc.malloc(nbytes)
+    ctypes.memset(block, 1, nbytes)
+    return block
+
+
+libc.free(libc.malloc(31 * MIB))  # from now on, blocks of up to 31 MiB are in the heap
+blocks = [touched(4 * MIB) for _ in range(40)]
+fences = touched(MIB // 2)  # the heap cannot end before it
+for block in blocks:
+    libc.free(block)
+pages.return_freed_blocks()
+gaps = pages.HeapGaps() if sys.argv[1] == "taken" else None
+pages.trim_heap()
+before = anonymous()
+for block in [touched(4 * MIB) for _ in range(20)]:
+    libc.free(block)
+stays = anonymous() - before
+if gaps is not None:
+    gaps.close()
+    gaps.close()
+print(json.dumps({"stays": stays, "free": pages.free_heap_bytes()}))
+"""
+
+
+@pytest.mark.parametrize(("way", "is_returned"), [("taken", True), ("left", False)])
+def test_large_blocks_are_returned_though_the_heap_had_gaps(way, is_returned):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, way],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["stays"] < 4 << 20) is is_returned
+    assert found["free"] > 100 << 20  # the gaps are there again
