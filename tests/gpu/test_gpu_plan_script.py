@@ -93,7 +93,8 @@ def test_without_a_machine_the_link_is_measured_and_said(disk_path):
     assert machine.flash_bytes > 0
     assert step.device == "cuda"
 
-    assert step.process_peak_bytes == recorded(()).process_peak_bytes
+    unmeasured = recorded(()).process_peak_bytes  # the probe takes 64 MiB, libraries differ by some
+    assert abs(step.process_peak_bytes - unmeasured) < 32 * MIB
 
     text, document = answered(step)
     said = "link of this machine: from the device "
@@ -117,8 +118,8 @@ def test_codecs_are_tried_on_the_device(disk_path):
     text, document = answered(step, *words)
     assert document["try_codecs"] == [16 * MIB]
     assert ("With lossless codecs" in text) == bool(document["with_codecs"])
-    for one in document["with_codecs"]:
-        assert one["step_ns"] <= document["budgets"][1]["step_ns"]
+    raw = {one["budget_bytes"]: one["step_ns"] for one in document["budgets"]}
+    assert all(one["step_ns"] < raw[one["budget_bytes"]] for one in document["with_codecs"])
 
 
 def test_the_command_needs_no_machine(disk_path):

@@ -113,14 +113,15 @@ class BudgetRequest:
 
     @cached_property
     def with_codecs(self) -> tuple[tuple[BudgetCost, tuple[CodecUse, ...]], ...]:
-        """Budgets within which a session encodes, and what; none if codecs were not tried."""
+        """Budgets within which codecs make a step shorter, and what they encode; none if not tried."""
         found = []
         for one in self.costs[1:] if self.has_tried_codecs else ():
             if self.would_try_codecs(one):
                 made = encoding_plan(self._question(one.budget_bytes, profile=self.step.kinds))
                 if made is not None:
                     cost = self._replayed(one.name, one.budget_bytes, *made)
-                    found.append((cost, codec_uses(*made)))
+                    if cost.step_ns < one.step_ns:  # their scratch memory may cost more than they save
+                        found.append((cost, codec_uses(*made)))
         return tuple(found)
 
     def would_try_codecs(self, one: BudgetCost) -> bool:
