@@ -37,7 +37,7 @@ from penstock.observe.events import StallCause
 from penstock.observe.recorder import Recorder
 from penstock.observe.suggestion import Suggestion
 from penstock.plan.machine import Budgets, Machine
-from penstock.plan.plan import INFEASIBLE, Action, Plan
+from penstock.plan.plan import INFEASIBLE, TIGHT, Action, Plan
 from penstock.plan.profile import Profile
 from penstock.runtime import user_plan
 from penstock.runtime.allowance import Allowance, FirstServed, FoundAllowance
@@ -445,6 +445,13 @@ class Session:
                 divide=self._division().weights_bytes,
             ),
         )
+
+    @property
+    def _divides_memory(self) -> bool:
+        """True if the session itself divides memory between weights and saved tensors."""
+        config = self.config
+        divides = config.memory_request is not None and config.weights_memory is None
+        return divides and self._weights is not None and config.device_memory is None
 
     def _division(self) -> MemoryDivision:
         """Return how memory is divided between weights and saved tensors once a step is known."""
@@ -870,13 +877,14 @@ class Session:
         return {"rank": number, "local_rank": local_rank(), "node": socket.gethostname()}
 
     def _plan_notes(self) -> Iterator[str]:
-        """Yield notes on plans, but not one about a budget that was never exceeded."""
+        """Yield notes on plans, but none on a budget that was never exceeded, or that replays found."""
         refused = self.recorder.snapshot().counted(REFUSED)
         for executor in self.devices.all.values():
             budget = executor.budget
             kept_it = not refused and budget.peak_bytes <= budget.limit_bytes
             for note in executor.orders.notes:
-                if not (kept_it and note.startswith(INFEASIBLE)):
+                is_divided = note.startswith(TIGHT) and self._divides_memory
+                if not (is_divided or (kept_it and note.startswith(INFEASIBLE))):
                     yield note if executor is self.executor else f"{budget.name}: {note}"
 
     def _notes(self, suggestion: Suggestion | None) -> tuple[str, ...]:

@@ -120,7 +120,9 @@ class BudgetRequest:
                 made = encoding_plan(self._question(one.budget_bytes, profile=self.step.kinds))
                 if made is not None:
                     cost = self._replayed(one.name, one.budget_bytes, *made)
-                    if cost.step_ns < one.step_ns:  # their scratch memory may cost more than they save
+                    if (
+                        cost.step_ns < one.step_ns
+                    ):  # their scratch memory may cost more than they save
                         found.append((cost, codec_uses(*made)))
         return tuple(found)
 

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from penstock.homed import home_of
 from penstock.plan.operators import Operator
 from penstock.plan.weights import ModuleWeights, OperatorRuns
 
@@ -25,17 +26,17 @@ class ParameterOwners:
     def __init__(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
         """Find the parameters of modules, each given with its path."""
         self.owned: dict[str, list[torch.nn.Parameter]] = {}
-        self._owner: dict[int, str] = {}
+        self._owner: dict[tuple[str, int], str] = {}
         for path, module in modules:
             for parameter in module.parameters(recurse=False):
-                cdata = parameter.untyped_storage()._cdata
-                if cdata not in self._owner:
-                    self._owner[cdata] = path
+                memory = _memory_of(parameter)
+                if memory not in self._owner:
+                    self._owner[memory] = path
                     self.owned.setdefault(path, []).append(parameter)
 
     def owner_of(self, tensor: torch.Tensor) -> str | None:
         """Return the path of the module that owns the storage of a tensor; None if none does."""
-        return self._owner.get(tensor.untyped_storage()._cdata)
+        return self._owner.get(_memory_of(tensor))
 
     def weights(
         self,
@@ -80,6 +81,12 @@ class ParameterOwners:
             uses=uses,
             gradient=gradient,
         )
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[str, int]:
+    """Return what identifies the memory of a tensor; that of a weight on flash is its home."""
+    home = home_of(tensor)
+    return ("storage", tensor.untyped_storage()._cdata) if home is None else ("home", id(home))
 
 
 def named_modules(

@@ -11,7 +11,7 @@ from penstock.plan.groups import SlotGroup
 from penstock.plan.machine import Machine
 from penstock.plan.pipeline import windows_s
 from penstock.plan.placement import packed_bytes
-from penstock.plan.plan import INFEASIBLE
+from penstock.plan.plan import INFEASIBLE, TIGHT
 from penstock.plan.problem import PlanningProblem
 from penstock.plan.profile import CodecSample, Profile
 from penstock.plan.recompute_sets import RecomputableModule
@@ -109,7 +109,7 @@ def notes_on_budget(
     room = device_bytes - need.kept_bytes
     if room < least_window(returning(case.profile, mask), need.working_bytes):
         return [
-            f"only {format_bytes(room)} of the budget are left beside kept slots, too little to"
+            f"{TIGHT}{format_bytes(room)} of the budget are left beside kept slots, too little to"
             " prefetch: backward waits for the first reads"
         ]
     return []

@@ -16,6 +16,8 @@ from penstock.plan.slots import MatchKey, SlotKey
 VERSION = 5
 INFEASIBLE = "infeasible: "
 """Prefix of the note of a plan that cannot keep its budget."""
+TIGHT = "only "
+"""Prefix of the note of a plan that keeps its budget, with little room for reads."""
 
 
 class Action(enum.StrEnum):
