@@ -377,6 +377,19 @@ def test_a_profile_of_the_whole_device_loses_what_is_planned_apart():
 # -- what holds for all -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("times", [MS, 1000 * MS], ids=["flash binds", "compute binds"])
+def test_in_a_session_memory_goes_to_weights_rather_than_to_saved_tensors(times):
+    """A byte of a trained weight that stays saves three transfers, and one of a saved tensor two."""
+    profile = chain([times] * 16, saved_mb=1)
+    found = planner(profile, weights_of([2 * MB] * 16), policy="ranked")
+    least = found.least
+    given = found.saved_bytes(least.total + 16 * MB)
+    assert given is not None
+    assert least.saved <= given < profile.peak_saved_bytes
+    assert found.saved_bytes(10**9) == round_up(profile.peak_saved_bytes, PAGE)  # all fits
+    assert found.saved_bytes(MB) is None
+
+
 @st.composite
 def steps(draw):
     """A chain, its weights on one rank or several, a machine: any sizes, frozen ones among them, one used
@@ -450,6 +463,8 @@ def test_more_memory_never_makes_a_step_longer_and_is_never_exceeded(step, polic
     times = [plan.replayed.step_ns for plan in plans]
     assert times == sorted(times, reverse=True)
     for plan in plans:
+        saved = found.saved_bytes(plan.memory_bytes)
+        assert saved is None or saved <= plan.memory_bytes
         assert plan.memory.total <= plan.memory_bytes
         assert plan.replayed.peak_bytes <= plan.memory.window + plan.memory.saved
         assert plan.replayed.step_ns >= plan.bounds.step
