@@ -1,6 +1,7 @@
 """Gaps that freed blocks leave in the heap of the C library are not filled by large blocks once taken."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,21 @@ if gaps is not None:
     gaps.close()
 print(json.dumps({"stays": stays, "free": pages.free_heap_bytes()}))
 """
+
+
+def test_a_heap_that_grows_for_large_blocks_has_no_end():
+    """As the user can have it, by the threshold from which on blocks are mapped."""
+    program = "from penstock.io.pages import HeapGaps; print(len(HeapGaps()._blocks))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 31)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 100
 
 
 @pytest.mark.parametrize(("way", "is_returned"), [("taken", True), ("left", False)])

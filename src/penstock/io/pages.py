@@ -262,7 +262,8 @@ class HeapGaps:
             return 0
         block = int(_libc.malloc(size) or 0)
         after = _malloc_info()
-        if block and after is not None and after.hblks == before.hblks:
+        is_new = after is None or (after.hblks, after.arena) != (before.hblks, before.arena)
+        if block and not is_new:
             return block
         _libc.free(block)
         return 0
