@@ -20,9 +20,10 @@ the files of a peer leave the page cache.
 groups of block devices, version 1), as a slower disk does: then the disk takes longer than computing on
 this machine, too.
 
-``auto`` is ``flash`` with ``memory="auto"`` and no other limit: the session divides by itself what the
-control group leaves. ``untrimmed`` is ``flash`` in a process that keeps what ``malloc`` keeps, and
-``mmap`` in one in which ``malloc`` maps each larger block by itself; they may use three times the memory.
+``auto`` is ``flash`` with ``memory="auto"``, no memory for gradients and no other limit: the session
+divides by itself what the control group leaves. ``untrimmed`` is ``flash`` in a process that keeps what
+``malloc`` keeps, and ``mmap`` in one in which ``malloc`` maps each larger block by itself; they may use
+three times the memory.
 
 Two sides are bounds of a step. ``raw`` moves the bytes that the last step of ``flash`` has read and
 written, through the same engine, and does nothing else. ``compute`` is forward and backward of a plain
@@ -501,8 +502,8 @@ class Work:
         trained = [each for each in model.parameters() if each.requires_grad]
         if job["mode"] == "full":
             limits = {} if job["side"] == "auto" else {"host_memory": job["states_memory"]}
-            if job["side"] not in ("auto", "plain"):
-                limits["gradient_memory"] = job["gradient_memory"]
+            if job["side"] != "plain":
+                limits["gradient_memory"] = 0 if job["side"] == "auto" else job["gradient_memory"]
             self.optimizer = FlashAdamW(
                 trained, lr=1e-4, flash=job["dir"], format=job["format"], overlap=True, **limits
             )

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from functools import partial
 
@@ -307,11 +308,16 @@ def test_a_condition_wakes_who_waits_and_runs_what_was_deferred():
 
     thread = threading.Thread(target=wait)
     thread.start()
+    while True:  # until it waits, so that only the notification wakes it
+        with wake:
+            if wake._waiters:
+                break
+        time.sleep(0.001)
     with wake:
         defer(done.append, "deferred")
         wake.notify_all()
         assert not done
     with wake:
         wake.notify_all()
-    thread.join()
+    thread.join(60)
     assert done == ["deferred", "woken"]

@@ -179,6 +179,28 @@ def test_attributes_and_replaced_buffers_are_as_they_were(session_for, disk):
     assert model.block.calls == 3
 
 
+class Swapping(nn.Module):
+    """Computes with one of two attributes, whose values and places in its dictionary it exchanges."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.near, self.far = 1.5, 0.25
+
+    def forward(self, features):
+        used = self.near
+        first, second = (name for name in self.__dict__ if name in ("near", "far"))
+        one, other = getattr(self, first), getattr(self, second)
+        del self.near, self.far
+        setattr(self, second, one)  # the values come in the order of before, and the names do not
+        setattr(self, first, other)
+        return F.gelu(self.linear(features)) * used
+
+
+def test_attributes_that_change_places_are_as_they_were(session_for, disk):
+    check(session_for, disk, lambda: Stack(Swapping()), *BLOCK)
+
+
 class Lottery(nn.Module):
     """Skips layers as the generators of Python, NumPy and torch say."""
 

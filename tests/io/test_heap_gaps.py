@@ -1,15 +1,15 @@
 """Gaps that freed blocks leave in the heap of the C library are not filled by large blocks once taken."""
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="needs Linux's /proc/self/status"
+    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33 or newer"
 )
 
 PROGRAM = """
@@ -35,18 +35,18 @@ def touched(nbytes):
     return block
 
 
+start = anonymous()
 libc.free(libc.malloc(31 * MIB))  # from now on, blocks of up to 31 MiB are in the heap
 blocks = [touched(4 * MIB) for _ in range(40)]
 fences = touched(MIB // 2)  # the heap cannot end before it
 for block in blocks:
     libc.free(block)
 pages.return_freed_blocks()
-gaps = pages.HeapGaps() if sys.argv[1] == "taken" else None
 pages.trim_heap()
-before = anonymous()
+gaps = pages.HeapGaps() if sys.argv[1] == "taken" else None
 for block in [touched(4 * MIB) for _ in range(20)]:
     libc.free(block)
-stays = anonymous() - before
+stays = anonymous() - start
 if gaps is not None:
     gaps.close()
     gaps.close()
@@ -80,5 +80,5 @@ def test_large_blocks_are_returned_though_the_heap_had_gaps(way, is_returned):
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["stays"] < 4 << 20) is is_returned
+    assert (found["stays"] < 8 << 20) is is_returned
     assert found["free"] > 100 << 20  # the gaps are there again

@@ -311,7 +311,7 @@ def test_codecs_take_a_part_of_a_limit_that_was_found(link, disk_path):
 class Shared:
     """Saved tensors and weights that share a memory of 64 MiB; replays give saved tensors ``saved``."""
 
-    def __init__(self, *, found=False, saved=None, least=4 * MIB):
+    def __init__(self, *, found=False, saved=None, least=4 * MIB, own=UNLIMITED):
         self.memory = Account(64 * MIB, name="memory")
         self.saved = self.memory.child("saved tensors")
         self.weights = self.memory.child("weights")
@@ -329,7 +329,7 @@ class Shared:
             )
         self.allowance = SharedAllowance(
             self.saved,
-            limit_bytes=UNLIMITED,
+            limit_bytes=own,
             first=FirstServed(
                 self.weights,
                 wanted_bytes=lambda: UNLIMITED,
@@ -369,8 +369,11 @@ def test_half_of_a_memory_that_was_found_is_left_to_the_first_step():
     assert shared.weights.extend(8 * MIB)  # two long weights
     assert not shared.weights.extend(60 * MIB)
     shared.saved.limit_bytes = shared.allowance.settle()
+    assert shared.limits == (22, 7)  # the optimizer's step is still to come
+    assert shared.ends_step() == 15 * MIB
     assert shared.limits == (45, 15)
-    assert not shared.weights.extend(MIB)
+    assert shared.weights.extend(8 * MIB)  # longer weights than all before
+    assert shared.limits == (53, 7)
 
 
 def test_weights_cede_what_saved_tensors_cannot_do_without():
@@ -382,3 +385,14 @@ def test_weights_cede_what_saved_tensors_cannot_do_without():
     assert shared.limits == (54, 10)
     assert not shared.saved.extend(5 * MIB)  # the two longest weights need the rest
     assert shared.limits == (54, 10)
+    shared.needed = 12 * MIB  # replays of the larger step know of it
+    assert shared.ends_step() == 12 * MIB
+    assert shared.limits == (52, 12)
+
+
+def test_weights_cede_nothing_beyond_the_limit_that_the_user_gave():
+    shared = Shared(saved=4 * MIB, own=8 * MIB)
+    shared.saved.limit_bytes = shared.allowance.settle()
+    assert shared.saved.extend(4 * MIB)
+    assert not shared.saved.extend(MIB)
+    assert shared.saved.limit_bytes == 8 * MIB

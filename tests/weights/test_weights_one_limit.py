@@ -1,5 +1,6 @@
 """One limit of memory for weights on flash, saved tensors and the buffers of an optimizer."""
 
+import threading
 import time
 
 import pytest
@@ -192,32 +193,31 @@ def step_of(model, batch):
 
 def test_waits_for_weights_are_stalls_and_not_computing(disk_path):
     """So that plans are made for the time that computing takes."""
-    with scripted() as engine:
-        model, waits = chain(), 0.05
+    model = chain()
+    with (
+        scripted() as engine,
+        penstock.offload(
+            model, weights="flash", memory="12MiB", flash=str(disk_path), floor="64KiB"
+        ) as session,
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        first, second = inputs(2, shape=(64, WIDTH))
+        train_step(model, optimizer, first)
+        before = session.executor.time.stalled_ns
 
-        def late(request):
-            if request.op == "read" and request.nbytes >= MIB:
-                time.sleep(waits)
+        def let_go_later():
+            engine.wait_for_held()
+            time.sleep(0.5)
+            engine.open()
 
-        with session_in(
-            disk_path,
-            model,
-            machine=SLOW,
-            policy="auto",
-            flash_capacity=None,
-            weights="flash",
-            memory="12MiB",
-            floor="64KiB",
-        ) as session:
-            engine.spoil = late
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            for x in inputs(2, shape=(64, WIDTH)):
-                train_step(model, optimizer, x)
-            summary, foreseen = session.summary(), session.planner.foreseen
-            engine.spoil = lambda _: None
-        stalls = {each.cause: each for each in summary.stalls}
-        assert stalls[StallCause.WEIGHTS].total_ms >= 8 * waits * 1e3
-        assert foreseen.compute_ns <= 10**9
+        opener = threading.Thread(target=let_go_later)
+        engine.hold("read")
+        opener.start()
+        train_step(model, optimizer, second)
+        opener.join()
+        stalls = {each.cause: each.total_ms for each in session.summary().stalls}
+        assert stalls[StallCause.WEIGHTS] >= 100
+        assert session.executor.time.stalled_ns - before >= 10**8
 
 
 def test_the_summary_compares_with_all_that_would_be_in_memory(disk_path):

@@ -175,19 +175,6 @@ def test_gradients_that_are_clipped_or_accumulated(settings, small, flash):
     b.close()
 
 
-def test_gradients_of_weights_on_flash_are_freed_in_backward(small, flash):
-    """All of them take as much memory as all weights, for which there is none."""
-    model = little_model()
-    optimizer = FlashAdamW(model.parameters(), lr=1e-2, overlap=True, **small)
-    tokens = torch.arange(16).view(2, 8)
-    with flash(model):
-        model(tokens).square().mean().backward()
-        optimizer.step()
-        held = {name for name, one in model.named_parameters() if one.grad is not None}
-        assert held == {name for name, one in model.named_parameters() if home_of(one) is None}
-    optimizer.close()
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_frozen_weights_rest(overlap, small, flash):
     """A frozen base is only read; adapters, which are little, are trained in memory."""

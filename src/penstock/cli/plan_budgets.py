@@ -20,6 +20,7 @@ from penstock.cli.plan_request import bytes_of, data_rate, machine_of
 from penstock.cli.plan_step import StepRequest, states_on_flash
 from penstock.cli.recorded_step import MOST_PASSES, RecordedStep
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.memory import physical_bytes
 from penstock.core.units import (
     MIB,
     format_bandwidth,
@@ -120,9 +121,8 @@ class BudgetRequest:
                 made = encoding_plan(self._question(one.budget_bytes, profile=self.step.kinds))
                 if made is not None:
                     cost = self._replayed(one.name, one.budget_bytes, *made)
-                    if (
-                        cost.step_ns < one.step_ns
-                    ):  # their scratch memory may cost more than they save
+                    # their scratch memory may cost more than they save
+                    if cost.fits and not (one.fits and cost.step_ns >= one.step_ns):
                         found.append((cost, codec_uses(*made)))
         return tuple(found)
 
@@ -387,7 +387,8 @@ def _host_memory(request: BudgetRequest, one: BudgetCost) -> str:
     if request.step.is_cpu:
         return ""
     accelerator: Any = importlib.import_module("penstock.runtime.cuda.accelerator")
-    nbytes = accelerator.host_memory_for(one.outcome.replayed.host.peak_bytes)
+    wanted = accelerator.host_memory_for(one.outcome.replayed.host.peak_bytes)
+    nbytes = min(wanted, physical_bytes())
     return f" --host-memory {mib(nbytes)}"
 
 

@@ -165,7 +165,7 @@ def _are_same(left: _Attributes, right: _Attributes) -> bool:
     return (
         len(left) == len(right)
         and all(map(operator.is_, left.values(), right.values()))
-        and left.keys() == right.keys()
+        and all(map(operator.eq, left, right))
     )
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from penstock.homed import home_of
+from penstock.homed import home_of, local_of
 from penstock.plan.operators import Operator
 from penstock.plan.weights import ModuleWeights, OperatorRuns
 
@@ -45,7 +45,7 @@ class ParameterOwners:
         final: Mapping[str, int],
         records: Mapping[torch.Tensor, int] = MappingProxyType({}),
     ) -> tuple[ModuleWeights, ...]:
-        """Return the weights of each module.
+        """Return the weights of each module; of a sharded one this process's part.
 
         Args:
             operators: Operators of one step.
@@ -70,11 +70,11 @@ class ParameterOwners:
         final: Mapping[str, int],
     ) -> ModuleWeights:
         parameters = self.owned[path]
-        trained = [one for one in parameters if one.requires_grad]
+        trained = [local_of(one) for one in parameters if one.requires_grad]
         uses, gradient = runs.uses_of(used[path], final.get(path))
         return ModuleWeights(
             module=path,
-            nbytes=sum(one.nbytes for one in parameters),
+            nbytes=sum(local_of(one).nbytes for one in parameters),
             trained_bytes=sum(one.nbytes for one in trained),
             trained=sum(one.numel() for one in trained),
             dtype=str((trained or parameters)[0].dtype).removeprefix("torch."),

@@ -241,11 +241,12 @@ class HeapGaps:
     """Gaps of a MiB and more that freed blocks have left in the C library's heap, taken out of its use.
 
     It would fill them with large blocks, and what these leave when they are freed stays resident: only
-    blocks that it maps one by one are returned at once. Taken gaps have no pages but their first.
+    blocks that it maps one by one are returned at once. If the heap was trimmed before, taken gaps have
+    no pages but their first.
     """
 
     def __init__(self) -> None:
-        """Take the gaps of this thread's heap, after ``return_freed_blocks``."""
+        """Take the gaps of this thread's heap, after ``return_freed_blocks`` and ``trim_heap``."""
         self._blocks: list[int] = []
         size = _LARGEST_GAP_BYTES
         while size >= _RETURNED_BYTES:
@@ -262,9 +263,8 @@ class HeapGaps:
             return 0
         block = int(_libc.malloc(size) or 0)
         after = _malloc_info()
-        is_new = after is None or (after.hblks, after.arena) != (before.hblks, before.arena)
-        if block and not is_new:
-            return block
+        if block and after is not None and before.fordblks - after.fordblks >= size:
+            return block  # else the heap has grown for it, or another allocator has it
         _libc.free(block)
         return 0
 

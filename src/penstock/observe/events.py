@@ -63,7 +63,7 @@ class StallCause(enum.StrEnum):
     SAMPLING = "sampling"
     """Measurement of codecs on a storage by ``pack``."""
     WEIGHTS = "weights"
-    """Wait of a module or of backward for a weight that rests on flash."""
+    """Wait for a weight that rests on flash."""
     UPDATE = "update"
     """Wait of backward for updates that free the memory of gradients and weights."""
 

@@ -137,15 +137,11 @@ class OnFlash(torch.optim.Optimizer):
     def moved_bytes(self) -> int:
         """Return the bytes that torch's optimizer would hold: states, and gradients that do not stay."""
         states = self._penstock
-        gradients = sum(
-            param.tensor.nbytes for param in states.params if param.tensor.requires_grad
-        )
-        stay = gradients
+        found = plain_bytes(states)
         if states.gradients is not None:
-            stay = states.gradients.budget_bytes
-        elif states.overlap is not None and states.holds.has_homes:
-            stay = 0
-        return plain_bytes(states) + max(0, gradients - stay)
+            whole = sum(one.tensor.nbytes for one in states.params if one.tensor.requires_grad)
+            found += max(0, whole - states.gradients.budget_bytes)
+        return found
 
     def update_after(self, parallel: torch.nn.Module) -> None:
         """With ``overlap``: update when a ``DistributedDataParallel`` has averaged the gradients.

@@ -48,7 +48,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
-from penstock.homed import home_of
 from penstock.observe.clients import waiting_for
 from penstock.observe.events import StallCause
 from penstock.optim.averaged import (
@@ -92,10 +91,7 @@ class Overlap:
         )  # of these, without those that are known to be done
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
         self._freed: set[int] = set()  # parameters whose gradient was used up
-        self._freed_early: set[int] = (
-            set()
-        )  # parameters whose gradient is dropped when it is used up
-        self._norms: dict[int, Tensor] = {}  # of these gradients
+        self._norms: dict[int, Tensor] = {}  # of gradients that will be used up
         # parameters whose gradients are averaged and then reported
         self._followed: set[int] = set()
         self._modules: list[weakref.ref[torch.nn.Module]] = []  # which average them
@@ -291,10 +287,8 @@ class Overlap:
                 self._averaged[param.index] = grad
         step.grads[param.index] = grad
         step.ready[param.index] = ready_event(param.local.device)
-        if self._is_freed_early(param):
-            self._freed_early.add(param.index)
-            if self._states.config.clip_norm is not None:
-                self._norms[param.index] = torch.linalg.vector_norm(grad)
+        if self._states.gradients is not None and self._states.config.clip_norm is not None:
+            self._norms[param.index] = torch.linalg.vector_norm(grad)
         param.note_change()
         for tile in self._tiles_of.get(param.index, ()):
             self._missing[tile.index] -= 1
@@ -386,20 +380,10 @@ class Overlap:
     def _update(self, tile: Tile, step: UpdatePass) -> None:
         """In a thread of the pool."""
         self._states.update(tile, step)
-        with self._lock:
-            for piece in tile.pieces:
-                if piece.param in self._freed_early:
-                    self._use_up(piece.param, step)
-
-    def _is_freed_early(self, param: Param) -> bool:
-        """Return whether a gradient is dropped when it is used up, and not kept until ``zero_grad``.
-
-        All gradients take as much memory as all weights, so there is none for them if weights are on
-        flash.
-        """
         if self._states.gradients is not None:
-            return True
-        return home_of(param.tensor) is not None and param.index not in self._followed
+            with self._lock:
+                for piece in tile.pieces:
+                    self._use_up(piece.param, step)
 
     def _use_up(self, index: int, step: UpdatePass) -> None:
         """Count an updated tile of a parameter; drop its gradient after the last one."""
@@ -486,7 +470,6 @@ class Overlap:
         self._futures.clear()
         self._left.clear()
         self._freed.clear()
-        self._freed_early.clear()
         self._norms.clear()
         self._averaged.clear()
         self._failure = None

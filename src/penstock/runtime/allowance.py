@@ -50,6 +50,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
+from penstock.core.locks import Lock
 from penstock.core.units import MIB, format_bytes
 from penstock.observe.recorder import Recorder
 from penstock.store.account import Account
@@ -294,7 +295,8 @@ class SharedAllowance:
         self._own_limit_bytes = limit_bytes
         self._process = process
         self._first = first
-        self._ceded_bytes = 0
+        self._divided_bytes = self._ceded_bytes = 0
+        self._ceding = Lock()
         if first is not None and first.adapts:
             account.extend = self._cede
             first.account.extend = self._extend_first
@@ -310,11 +312,12 @@ class SharedAllowance:
         """Return the limit in bytes, after an observed pass."""
         if self._process is not None:
             self._parent.limit_bytes = self._process.settle()
-        self._is_settled = True
+        # with weights, what the optimizer takes is waited for: they would fill all at once
+        self._is_settled = self._process is None or self._first is None
         return self._left()
 
     def grown(self) -> int | None:
-        """Return another limit, after a step, if notably less is left than before."""
+        """Return another limit, after a step, if notably less is left, or replays give notably more."""
         self.look()
         was_settled, self._is_settled = self._is_settled, True  # also under a user plan
         left, before = self._left(), self._account.limit_bytes
@@ -338,6 +341,8 @@ class SharedAllowance:
             found = first.divide(left_bytes) if self._is_settled else None
             self._is_divided = found is not None
             part = left_bytes - left_bytes // LAST_SHARE if found is None else found
+            if part != self._divided_bytes:  # by replays of what they were ceded for
+                self._divided_bytes, self._ceded_bytes = part, 0
             part = max(part - self._ceded_bytes, first.least_bytes())
             first.account.limit_bytes = min(part, left_bytes)
         return min(first.account.limit_bytes, first.wanted_bytes())
@@ -352,19 +357,24 @@ class SharedAllowance:
         """Give saved tensors more of what weights have; return False if weights need it."""
         first = self._first
         assert first is not None
-        if first.account.limit_bytes - nbytes < first.least_bytes():
-            return False
-        self._ceded_bytes += nbytes
-        first.account.limit_bytes -= nbytes
-        self._account.limit_bytes += nbytes
-        return True
+        with self._ceding:
+            if self._account.limit_bytes + nbytes > self._own_limit_bytes:
+                return False
+            if first.account.limit_bytes - nbytes < first.least_bytes():
+                return False
+            self._ceded_bytes += nbytes
+            first.account.limit_bytes -= nbytes
+            self._account.limit_bytes += nbytes
+            return True
 
     def _extend_first(self, nbytes: int) -> bool:
-        """Give weights more than half of what is left before a step is known; return False if they do."""
+        """Give longer weights than all before more of what is left; False if that is too little."""
         first = self._first
         assert first is not None
         limit_bytes = first.account.limit_bytes + nbytes
-        if self._is_settled or limit_bytes > self._parent.limit_bytes - self._other_bytes:
+        if limit_bytes > self._parent.limit_bytes - self._other_bytes - LEAST_SHARE_BYTES:
             return False
         first.account.limit_bytes = limit_bytes
+        left = self._parent.limit_bytes - self._other_bytes - limit_bytes
+        self._account.limit_bytes = min(self._account.limit_bytes, left)
         return True

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from penstock.core.errors import PlanError
+from penstock.core.units import MIB, round_down
 from penstock.observe.recorder import Recorder, Stage
+from penstock.plan import policies
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
@@ -25,8 +27,8 @@ class MemoryDivision:
     """Divides memory as ``penstock plan --weights flash`` does.
 
     Weights, saved tensors, gradients and the records of optimizers share flash in the replays. Of what
-    is left to weights and saved tensors, saved tensors get their budget in the quickest step, and weights
-    the rest.
+    is left to weights and saved tensors, saved tensors get their budget in a step that moves few bytes
+    and is as short as any, or nearly; weights get the rest.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class MemoryDivision:
         request = self._request()
         if request is None or not request.profile.operators:
             return None
+        left_bytes = round_down(left_bytes, MIB)  # few searches, though it varies
         if request.profile != self._profile:  # each plan has a profile of its own
             self._profile, self._planner, self._known = request.profile, None, {}
         if left_bytes not in self._known:
@@ -76,7 +79,7 @@ class MemoryDivision:
             return None
         if saved_bytes is None:
             return None
-        saved_bytes += request.slack_bytes
+        saved_bytes += request.slack_bytes + request.scratch_bytes
         self._recorder.mark(DIVISION, left_bytes=left_bytes, saved_bytes=saved_bytes)
         return max(0, left_bytes - saved_bytes)
 
@@ -94,5 +97,6 @@ class MemoryDivision:
             weights,
             request.machine,
             policy=policy,
+            least_policy=policies.get("all") if request.policy == "auto" else None,
             host_bytes=request.budgets.host_bytes,
         )

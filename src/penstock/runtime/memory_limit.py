@@ -65,8 +65,8 @@ class MemoryLimit:
         self._is_exact = self._finds and not heap_is_better()
         if self._is_exact:
             return_freed_blocks()
-            self._gaps = HeapGaps()
             trim_heap()
+            self._gaps = HeapGaps()
         self._process = ProcessMemory()
         self._first_peak_bytes = self._process.peak_bytes()
         self._account.reset_peak()
@@ -194,13 +194,13 @@ class MemoryLimit:
         """Restore the limit that the host account had before. Idempotent."""
         if self._trimmer is not None:
             self._trimmer.close()
-        if self._gaps is not None:
-            self._gaps.close()
         self._restore()
 
     def _restore(self) -> None:
         if self._last_use is None:
             self._last_use = self._use()
+            if self._gaps is not None:
+                self._gaps.close()
             self._account.limit_bytes = self._limit_before
             self._process.close()
 

@@ -76,8 +76,8 @@ class Account:
         limit_bytes: Limit of all owners together, children included; ``UNLIMITED`` if there is none. May
             be set, also below what is held: takes are refused then until enough is freed.
         advisory: True if the limit is an estimate, which may be exceeded as a last resort.
-        extend: Raises the limit by so many bytes, at the cost of another account, and returns True; None,
-            or False: it cannot be raised.
+        extend: Raises the limit by so many bytes, of what is left to others, and returns True; None, or
+            False: it cannot be raised.
         changed: Notified whenever bytes are freed, in this account or one of the same memory.
         parent: Account that its bytes are charged to as well; None if there is none.
     """

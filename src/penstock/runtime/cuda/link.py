@@ -222,7 +222,7 @@ class CudaLink:
 
     def _host_bytes(self, address: int, nbytes: int) -> torch.Tensor:
         """Host memory as a tensor that does not own it."""
-        for begin, pinned in tuple(self._pinned.items()):
+        for begin, pinned in self._pinned.copy().items():
             if 0 <= address - begin <= pinned.numel() - nbytes:
                 return pinned[address - begin : address - begin + nbytes]
         return _tensor_at(address, nbytes)
