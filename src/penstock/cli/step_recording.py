@@ -25,6 +25,7 @@ from penstock.core.memory import ProcessMemory, physical_bytes
 from penstock.core.process import fork_guard
 from penstock.hooks.boundaries import task_id
 from penstock.hooks.module_weights import named_modules, recorded_weights
+from penstock.hooks.modules import remove_hooks
 from penstock.plan.machine import Machine
 from penstock.runtime.orders import PassRecord
 from penstock.runtime.recording import RecordedPasses, RecordingPlanner
@@ -113,9 +114,7 @@ class StepRecording:
 
     def close(self) -> None:
         """Remove the hooks, and close the session. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_hooks(self._handles)
         for module, start in self._launchers:
             module.start_processes = start
         self._launchers = []

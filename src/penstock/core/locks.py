@@ -141,32 +141,6 @@ def run_deferred() -> None:
 class Condition(threading.Condition):
     """Condition variable on a ``Lock``, quicker than Python's own where nobody waits: that is hot."""
 
-    def __init__(self, lock: Lock) -> None:
-        """Make one on a lock, which may have several."""
-        super().__init__(lock)  # type: ignore[arg-type]
-        self._own = lock
-
-    def __enter__(self) -> bool:
-        """Take the lock."""
-        _held.count += 1
-        try:
-            return self._own._lock.acquire()
-        except BaseException:  # Ctrl-C while waiting
-            _held.count -= 1
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        """Release the lock, as ``Lock.__exit__``."""
-        self._own._lock.release()
-        _held.count -= 1
-        if _deferred and not _held.count:
-            run_deferred()
-
     def notify_all(self) -> None:
         """Wake all that wait. Under the lock."""
         if self._waiters:  # type: ignore[attr-defined]
@@ -175,4 +149,4 @@ class Condition(threading.Condition):
 
 def condition(lock: Lock | None = None) -> Condition:
     """Return a condition variable on a ``Lock`` of this module, a new one by default."""
-    return Condition(Lock() if lock is None else lock)
+    return Condition(Lock() if lock is None else lock)  # type: ignore[arg-type]

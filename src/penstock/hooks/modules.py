@@ -31,6 +31,14 @@ _EXTRA_CALL: Final = r"Using `torch\.compile\(module\)` when there are global ho
 """Beginning of torch's warning that global hooks also run for compiled modules, which is intended."""
 
 
+def remove_hooks(handles: list[RemovableHandle]) -> None:
+    """Remove global hooks of modules, with what torch leaves of them; empties the list."""
+    while handles:
+        handle = handles.pop()
+        handle.remove()
+        _global_forward_hooks_with_kwargs.pop(handle.id, None)
+
+
 class WeightUser(Protocol):
     """Brings the weights of modules that are called, from wherever they rest."""
 
@@ -145,10 +153,7 @@ class ModuleTracker:
 
     def detach(self) -> None:
         """Stop tracking."""
-        for handle in self._handles:
-            handle.remove()
-            _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch does not remove it
-        self._handles = []
+        remove_hooks(self._handles)
         with suppress(ValueError):  # other code has replaced the filters
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         self.running.hooked = False
