@@ -252,6 +252,7 @@ class StepPlanner:
         host_bytes: int = 0,
         flash_bytes: int | None = None,
         weights_stay: bool = False,
+        most_saved_bytes: int = _AMPLE_BYTES,
     ) -> None:
         """Prepare.
 
@@ -267,6 +268,7 @@ class StepPlanner:
             host_bytes: Host memory for saved tensors, beyond ``device_bytes``; 0 on a CPU.
             flash_bytes: Room on flash for everything; None: as much as is needed.
             weights_stay: True if weights never leave memory; only records rest on flash.
+            most_saved_bytes: Larger budgets of saved tensors are not tried, unless the least one is.
 
         Raises:
             NoSpaceError: Flash has no room for weights and records.
@@ -284,6 +286,7 @@ class StepPlanner:
         self._policy = policy
         self._least_policy = least_policy or policy
         self._rings = ring_bytes
+        self._most_saved_bytes = most_saved_bytes
         self._weights_stay = weights_stay
         self.home_bytes = 0 if weights_stay else sum(one.read_bytes for one in weights)
         self.record_bytes = sum(one.state_bytes for one in weights)
@@ -336,7 +339,8 @@ class StepPlanner:
     @property
     def _saved_plans(self) -> tuple[tuple[int, Plan], ...]:
         """Budgets of saved tensors with a plan that keeps them; cached in the profile."""
-        key = ("saved plans", self._policy, self._machine, self._host_bytes)
+        most = self._most_saved_bytes
+        key = ("saved plans", self._policy, self._machine, self._host_bytes, most)
         known: tuple[tuple[int, Plan], ...] | None = self._profile.derived.get(key)
         if known is None:
             known = self._profile.derived[key] = tuple(self._find_saved_plans())
@@ -351,6 +355,8 @@ class StepPlanner:
         span = max(0, whole - least)
         budgets = {least, *(round_up(int(least + span * share), PAGE_BYTES) for share in _SAVED)}
         for nbytes in sorted(budgets):
+            if nbytes > max(least, self._most_saved_bytes):
+                break
             plan = self._policy(profile, machine, replace(tiers, device_bytes=nbytes))
             if plan.feasible:
                 yield nbytes, plan

@@ -73,7 +73,7 @@ class MemoryDivision:
     def _find(self, request: PolicyRequest, left_bytes: int) -> int | None:
         try:
             if self._planner is None:
-                self._planner = self._planner_of(request)
+                self._planner = self._planner_of(request, left_bytes)
             saved_bytes = self._planner.saved_bytes(left_bytes + self._gradient_bytes)
         except PlanError:  # the profile does not tell enough
             return None
@@ -83,7 +83,7 @@ class MemoryDivision:
         self._recorder.mark(DIVISION, left_bytes=left_bytes, saved_bytes=saved_bytes)
         return max(0, left_bytes - saved_bytes)
 
-    def _planner_of(self, request: PolicyRequest) -> StepPlanner:
+    def _planner_of(self, request: PolicyRequest, left_bytes: int) -> StepPlanner:
         from penstock.plan.training_step import StepPlanner  # noqa: PLC0415  (few runs need it)
 
         def policy(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
@@ -99,4 +99,5 @@ class MemoryDivision:
             policy=policy,
             least_policy=policies.get("all") if request.policy == "auto" else None,
             host_bytes=request.budgets.host_bytes,
+            most_saved_bytes=left_bytes,
         )
