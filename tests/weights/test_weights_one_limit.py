@@ -135,22 +135,21 @@ def test_others_give_way_to_a_weight_that_is_needed(disk_path, monkeypatch, into
 SLOW = Machine("slow flash", 1e12, 1e12, 1e-9, 20e6, 20e6)
 
 
-def reads_of_last_step(disk_path, *, steps=4, batch=64, memory="18MiB", model=None):
-    """Weights read in the last of some steps that save four MiB, with a flash that binds."""
-    model = model or chain()
-    with session_in(
-        disk_path,
-        model,
-        machine=SLOW,
-        policy="auto",
-        flash_capacity=None,
-        weights="flash",
-        memory=memory,
-        floor="64KiB",
-    ) as session:
+def on_slow_flash(disk_path, model):
+    """A session with too little memory for all weights, and a flash that binds."""
+    settings = {"weights": "flash", "memory": "18MiB", "floor": "64KiB"}
+    return session_in(
+        disk_path, model, machine=SLOW, policy="auto", flash_capacity=None, **settings
+    )
+
+
+def reads_of_last_step(disk_path):
+    """Weights read in the last of some steps that save four MiB."""
+    model = chain()
+    with on_slow_flash(disk_path, model) as session:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         before = 0
-        for x in inputs(steps, shape=(batch, WIDTH)):
+        for x in inputs(4, shape=(64, WIDTH)):
             before = weight_reads(session)
             train_step(model, optimizer, x)
         host = host_account()
@@ -169,16 +168,7 @@ def test_a_step_that_saves_more_than_those_before_is_given_it_by_weights(disk_pa
     plain, model = chain(), chain()
     sizes = [64, 64, 64, 1024, 64]
     expected = [step_of(plain, size) for size in sizes]
-    with session_in(
-        disk_path,
-        model,
-        machine=SLOW,
-        policy="auto",
-        flash_capacity=None,
-        weights="flash",
-        memory="18MiB",
-        floor="64KiB",
-    ) as session:
+    with on_slow_flash(disk_path, model) as session:
         assert [step_of(model, size) for size in sizes] == expected
         assert host_account().peak_bytes <= 18 * MIB
         assert session.recorder.snapshot().counted("budget.overflow") == 0
