@@ -215,18 +215,12 @@ class Copying(torch.nn.Module):
         return Copy.apply(Copy.apply(value))
 
 
-class Copy(torch.autograd.Function):
+class Copy(Save):
     """Saves its input; launches a copy, since what is recomputed has to have the same bits."""
 
     @staticmethod
     def forward(ctx, value):
-        ctx.save_for_backward(value)
-        return torch.empty(NBYTES // 4, device=value.device).copy_(value)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (_,) = ctx.saved_tensors
-        return gradient
+        return Save.forward(ctx, value).copy_(value)
 
 
 class Blocks(Work):

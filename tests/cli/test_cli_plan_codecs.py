@@ -1,7 +1,5 @@
 """``penstock plan --script --codec auto``: what lossless codecs change, and that a session does so."""
 
-import io
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,11 +7,12 @@ import torch
 from torch import nn
 
 from offload_runs import session_in
-from penstock.cli import main, plan
-from penstock.cli.plan_budgets import print_budgets, requested
+from penstock.cli import main
+from penstock.cli.plan_budgets import requested
 from penstock.cli.step_recording import StepReached, StepRecording
 from penstock.core.units import MIB
 from penstock.plan import Machine
+from script_plans import answered, options_of
 
 WIDTH, ROWS = 256, 1024
 SAVED = 4 * WIDTH * ROWS
@@ -69,19 +68,6 @@ def machine(disk_path):
     path = disk_path / "slow.toml"
     path.write_text(SLOW.to_toml())
     return str(path)
-
-
-def options_of(*words):
-    return plan.parser().parse_args([*words, "--script", "train.py"])
-
-
-def answered(step, *words):
-    answers = []
-    for more in ((), ("--json",)):
-        file = io.StringIO()
-        assert print_budgets(options_of(*words, *more), step, "train.py", file) == 0
-        answers.append(file.getvalue())
-    return answers[0], json.loads(answers[1])
 
 
 def test_by_default_it_says_only_where_a_session_would_try_codecs(steps, machine):

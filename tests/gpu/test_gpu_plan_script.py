@@ -1,6 +1,5 @@
 """``penstock plan --script`` for a script that computes on a GPU: its link is measured, too."""
 
-import io
 import json
 import subprocess
 import sys
@@ -12,12 +11,12 @@ import torch
 from torch import nn
 
 from penstock.api import Session
-from penstock.cli import plan, run
-from penstock.cli.plan_budgets import print_budgets
+from penstock.cli import run
 from penstock.cli.plan_step import check_step
 from penstock.cli.step_recording import StepReached, StepRecording
 from penstock.core.units import MIB
 from penstock.plan import Machine
+from script_plans import answered, options_of
 
 pytestmark = pytest.mark.gpu
 
@@ -66,20 +65,6 @@ def recorded(directories, steps=1, **settings):
     finally:
         recording.close()
     return recording.recorded
-
-
-def options_of(*words):
-    return plan.parser().parse_args([*words, "--script", "train.py"])
-
-
-def answered(step, *words):
-    """The text and the document."""
-    answers = []
-    for more in ((), ("--json",)):
-        file = io.StringIO()
-        assert print_budgets(options_of(*more, *words), step, "train.py", file) == 0
-        answers.append(file.getvalue())
-    return answers[0], json.loads(answers[1])
 
 
 def test_without_a_machine_the_link_is_measured_and_said(disk_path):
