@@ -311,10 +311,10 @@ def test_codecs_take_a_part_of_a_limit_that_was_found(link, disk_path):
 class Shared:
     """Saved tensors and weights that share a memory of 64 MiB; replays give saved tensors ``saved``."""
 
-    def __init__(self, *, found=False, saved=None, least=4 * MIB, own=UNLIMITED):
+    def __init__(self, *, found=False, saved=None, least=4 * MIB, own=UNLIMITED, given=None):
         self.memory = Account(64 * MIB, name="memory")
         self.saved = self.memory.child("saved tensors")
-        self.weights = self.memory.child("weights")
+        self.weights = self.memory.child("weights", given)
         self.needed, self.others = saved, 0
         process = None
         if found:
@@ -333,7 +333,7 @@ class Shared:
             first=FirstServed(
                 self.weights,
                 wanted_bytes=lambda: UNLIMITED,
-                adapts=True,
+                adapts=given is None,
                 least_bytes=lambda: least,
                 divide=lambda left: None if self.needed is None else left - self.needed,
             ),
@@ -396,3 +396,10 @@ def test_weights_cede_nothing_beyond_the_limit_that_the_user_gave():
     assert shared.saved.extend(4 * MIB)
     assert not shared.saved.extend(MIB)
     assert shared.saved.limit_bytes == 8 * MIB
+
+
+def test_half_of_what_weights_of_a_given_size_leave_is_left_to_the_first_step():
+    shared = Shared(found=True, given=40 * MIB)
+    assert shared.limits == (40, 10)  # of 60 MiB
+    shared.saved.limit_bytes = shared.allowance.settle()
+    assert shared.limits == (40, 20)

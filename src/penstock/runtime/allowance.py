@@ -312,8 +312,9 @@ class SharedAllowance:
         """Return the limit in bytes, after an observed pass."""
         if self._process is not None:
             self._parent.limit_bytes = self._process.settle()
-        # with weights, what the optimizer takes is waited for: they would fill all at once
-        self._is_settled = self._process is None or self._first is None
+        # what the optimizer takes is waited for: weights would fill all at once
+        fills = self._first is not None and self._first.adapts
+        self._is_settled = self._process is None or not fills
         return self._left()
 
     def grown(self) -> int | None:
@@ -330,28 +331,28 @@ class SharedAllowance:
         return self._parent.used_bytes - self._account.used_bytes - first
 
     def _left(self) -> int:
-        left = max(LEAST_SHARE_BYTES, self._whole_bytes)
-        if self._first is not None:
-            left = max(LEAST_SHARE_BYTES, left - self._limit_first(self._first, left))
-        return min(self._own_limit_bytes, left)
+        first, given_bytes = self._first, 0
+        if first is not None and not first.adapts:
+            given_bytes = min(first.account.limit_bytes, first.wanted_bytes())
+        left = self._part_of(self._parent.limit_bytes - self._other_bytes - given_bytes)
+        if first is not None and first.adapts:
+            left -= self._limit_first(first, max(LEAST_SHARE_BYTES, left))
+        return min(self._own_limit_bytes, max(LEAST_SHARE_BYTES, left))
+
+    def _part_of(self, left_bytes: int) -> int:
+        """Return what others leave; half of it while it is not known what a step takes beside them."""
+        return left_bytes if self._process is None or self._is_settled else left_bytes // 2
 
     def _limit_first(self, first: FirstServed, left_bytes: int) -> int:
         """Limit those who are served first, and return the bytes that they will have."""
-        if first.adapts:
-            found = first.divide(left_bytes) if self._is_settled else None
-            self._is_divided = found is not None
-            part = left_bytes - left_bytes // LAST_SHARE if found is None else found
-            if part != self._divided_bytes:  # by replays of what they were ceded for
-                self._divided_bytes, self._ceded_bytes = part, 0
-            part = max(part - self._ceded_bytes, first.least_bytes())
-            first.account.limit_bytes = min(part, left_bytes)
+        found = first.divide(left_bytes) if self._is_settled else None
+        self._is_divided = found is not None
+        part = left_bytes - left_bytes // LAST_SHARE if found is None else found
+        if part != self._divided_bytes:  # by replays of what they were ceded for
+            self._divided_bytes, self._ceded_bytes = part, 0
+        part = max(part - self._ceded_bytes, first.least_bytes())
+        first.account.limit_bytes = min(part, left_bytes)
         return min(first.account.limit_bytes, first.wanted_bytes())
-
-    @property
-    def _whole_bytes(self) -> int:
-        """Bytes that others leave; half of them while it is not known what a step takes beside them."""
-        left = self._parent.limit_bytes - self._other_bytes
-        return left if self._process is None or self._is_settled else left // 2
 
     def _cede(self, nbytes: int) -> bool:
         """Give saved tensors more of what weights have; return False if weights need it."""
