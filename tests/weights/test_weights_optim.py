@@ -87,7 +87,8 @@ def assert_same(ours, theirs):
 def assert_untouched(model, streamer, *, in_pieces=False):
     """Every large weight has a home, and nobody has used it there.
 
-    If threads share a few pages, what is free may be ``in_pieces`` that are too short for a weight.
+    Where a second thread uses weights, which one it holds while another is read depends on the time. So
+    few pages may then be free ``in_pieces`` that are too short for a weight.
     """
     assert streamer.total_bytes > 2 * streamer.account.limit_bytes
     assert not streamer.touches
@@ -112,7 +113,7 @@ def test_the_bits_are_those_of_weights_in_memory(format_name, dtype, settings, s
     a, b = (FlashAdamW(m.parameters(), lr=1e-2, **settings) for m in (ours, theirs))
     with flash(ours, weights_memory=limit) as streamer:
         losses = train(ours, a)
-        assert_untouched(ours, streamer)
+        assert_untouched(ours, streamer, in_pieces="overlap" in settings)
     assert losses == train(theirs, b)
     assert_same(ours, theirs)
     a.close()
@@ -124,7 +125,7 @@ def test_the_bits_are_torchs(small, flash):
     a = FlashAdamW(ours.parameters(), lr=1e-2, overlap=True, gradient_memory="64KiB", **small)
     with flash(ours) as streamer:
         losses = train(ours, a)
-        assert_untouched(ours, streamer)
+        assert_untouched(ours, streamer, in_pieces=True)
     a.close()
     assert losses == train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True))
     assert_same(ours, theirs)
@@ -147,7 +148,7 @@ def test_bytes_of_a_step(is_tied, small, flash):
         assert read <= 2 * STEPS * traffic.weights
         assert read >= STEPS * (traffic.weights - LIMIT_BYTES)  # they do not fit
         assert written >= STEPS * (traffic.weights - LIMIT_BYTES)
-        assert_untouched(model, streamer)
+        assert_untouched(model, streamer, in_pieces=True)
     optimizer.close()
 
 
@@ -168,7 +169,7 @@ def test_gradients_that_are_clipped_or_accumulated(settings, small, flash):
     a, b = (FlashAdamW(m.parameters(), lr=1e-2, **settings) for m in (ours, theirs))
     with flash(ours) as streamer:
         losses = train(ours, a, micro=micro)
-        assert_untouched(ours, streamer, in_pieces="threads" in settings)
+        assert_untouched(ours, streamer, in_pieces=bool({"threads", "overlap"} & set(settings)))
     assert losses == train(theirs, b, micro=micro)
     assert_same(ours, theirs)
     a.close()
