@@ -218,7 +218,7 @@ class Doing:
     """What this rank is doing, in a file that outlives it."""
 
     def __init__(self, path):
-        made = path.with_suffix(".made")
+        made = path.with_name(f"{path.name}.made")  # one for each rank
         self._file = os.open(made, os.O_RDWR | os.O_CREAT)
         self("joining the process group")
         made.rename(path)
