@@ -502,8 +502,8 @@ class Work:
         trained = [each for each in model.parameters() if each.requires_grad]
         if job["mode"] == "full":
             limits = {} if job["side"] == "auto" else {"host_memory": job["states_memory"]}
-            if job["side"] != "plain":
-                limits["gradient_memory"] = 0 if job["side"] == "auto" else job["gradient_memory"]
+            if job["side"] not in ("auto", "plain"):
+                limits["gradient_memory"] = job["gradient_memory"]
             self.optimizer = FlashAdamW(
                 trained, lr=1e-4, flash=job["dir"], format=job["format"], overlap=True, **limits
             )

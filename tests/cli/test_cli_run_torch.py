@@ -36,6 +36,8 @@ TRAIN = """
     for inputs, labels in loader:
         loss = nn.functional.cross_entropy(model(inputs.repeat(16, 1)), labels.repeat(16))
         loss.backward()
+        if "clip" in sys.argv:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
         print(repr(loss.item()), repr(sum(p.sum().item() for p in model.parameters())))
@@ -92,6 +94,18 @@ def test_an_unmodified_script_prints_the_same_bits(work):
     assert records[0]["kind"] == "header"
     assert records[-1]["kind"] == "end"
     assert list((work / "spill").iterdir()) == list((work / "elsewhere").iterdir()) == []
+
+
+def test_weights_on_flash_take_gradients_along_and_a_clipped_script_prints_the_same_bits(work):
+    weights = ("--weights", "flash", "--weights-memory", "3MiB", "--flash", "spill")
+    processes = [
+        start_plain(work, "train.py", "clip"),
+        start_under(work, "train.py", "clip", options=[*weights, "--optimizer-state", "flash"]),
+    ]
+    plain, under = [end(process) for process in processes]
+    assert (under.code, under.out) == (0, plain.out)
+    assert "penstock: AdamW: optimizer states: 4.00 MiB of gradients written in a step" in under.err
+    assert list((work / "spill").iterdir()) == []
 
 
 def test_a_failing_script_fails_as_it_would_and_the_summary_comes_after(work):

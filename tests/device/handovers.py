@@ -21,6 +21,7 @@ from penstock.io.engine import Transfer
 from penstock.optim import gradients as gradients_module
 from penstock.optim.holds import WeightHolds
 from penstock.optim.overlap import Overlap
+from penstock.optim.params import Param
 from penstock.optim.pipeline import TilePipeline
 from penstock.optim.update import UpdatePass
 from penstock.runtime.cuda.direct import DirectInbound, DirectMover, DirectOutbound
@@ -380,9 +381,9 @@ def _counted(order: AccessOrder, _: object, __: object, tickets: list[Any], ___:
     order.take_over(_key(tickets))
 
 
-def _used(order: AccessOrder, _: Overlap, index: int, step: UpdatePass) -> None:
-    if index in step.grads:
-        order.released(step.grads[index].untyped_storage().data_ptr())
+def _used(order: AccessOrder, _: Overlap, param: Param, step: UpdatePass) -> None:
+    if param.index in step.grads:
+        order.released(step.grads[param.index].untyped_storage().data_ptr())
 
 
 def records() -> None:

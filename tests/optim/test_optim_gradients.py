@@ -13,7 +13,7 @@ import torch
 from optim_runs import assert_same
 from torch import nn
 
-from penstock import ChecksumError, ClosedError, PenstockWarning, TransferError
+from penstock import ChecksumError, ClosedError, ConfigError, PenstockWarning, TransferError
 from penstock.core.errors import SourceChangedError
 from penstock.io.threads import Syscalls, ThreadEngine
 from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash
@@ -303,8 +303,11 @@ def test_update_in_backward_uses_gradients_up(settings, small):
             backward(theirs, 10 * step + turn)
         for future in list(a._penstock.overlap._futures.values()):
             future.result(10)
-        assert all(p.grad is None for p in ours.parameters())
+        assert kept(a).held_bytes == 0
+        with pytest.raises(ConfigError, match=r"is gone: overlap=True.*clip_norm"):
+            torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
         a.step()
+        assert all(p.grad is None for p in ours.parameters())
         b.step()
         b.zero_grad()
     assert_same(ours.parameters(), theirs.parameters())

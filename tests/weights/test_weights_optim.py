@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import ChecksumError, ClosedError
+from penstock import ChecksumError, ClosedError, ConfigError
 from penstock.core.units import KIB
 from penstock.homed import home_of
 from penstock.optim import FlashAdamW, FlashSGD, on_flash
+from penstock.optim.offloaded_gradient import OffloadedGradient
 from weights_rig import Traffic, send_home
 
 STEPS = 4
@@ -174,6 +175,25 @@ def test_gradients_that_are_clipped_or_accumulated(settings, small, flash):
     assert_same(ours, theirs)
     a.close()
     b.close()
+
+
+def test_an_update_in_backward_frees_the_gradient_of_a_weight_at_home(small, flash):
+    model = little_model()
+    optimizer = FlashAdamW(model.parameters(), lr=1e-2, overlap=True, **small)
+    with flash(model) as streamer:
+        nn.functional.cross_entropy(model(torch.arange(8)), torch.arange(8)).backward()
+        for future in list(optimizer._penstock.overlap._futures.values()):
+            future.result(10)
+        for parameter in model.parameters():
+            kind = torch.Tensor if home_of(parameter) is None else OffloadedGradient
+            assert type(parameter.grad) is kind
+        with pytest.raises(ConfigError, match=r"\(512, 64\) is gone: overlap=True.*clip_norm"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert all((p.grad is None) == (home_of(p) is not None) for p in model.parameters())
+        optimizer.zero_grad()
+        assert_untouched(model, streamer, in_pieces=True)
+    optimizer.close()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

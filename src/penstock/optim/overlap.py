@@ -27,9 +27,10 @@ layers computed. ``step`` updates the other tiles and waits.
     elements, and few may be other than zero.
 
 [Note: gradients that are used up]
-    With a budget for gradients, a gradient is dropped as soon as all tiles of its parameter are updated:
-    ``.grad`` is None then, and must be None in ``step``. Backward waits while too many gradients wait for
-    their tiles.
+    With a budget for gradients, or if the weight has a home on flash, a gradient is freed as soon as all
+    tiles of its parameter are updated. Until ``step`` has ended, a gradient without memory stands for it,
+    and whoever uses that gets an error: clipping would have no effect. Backward waits while gradients
+    beyond the budget wait for their tiles.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
+from penstock.homed import home_of
 from penstock.observe.clients import waiting_for
 from penstock.observe.events import StallCause
 from penstock.optim.averaged import (
@@ -58,9 +60,10 @@ from penstock.optim.averaged import (
     check_none_averages,
 )
 from penstock.optim.config import RING
+from penstock.optim.offloaded_gradient import GradientPlace, OffloadedGradient
 from penstock.optim.params import Param, Tile
 from penstock.optim.pool import wait_for_all
-from penstock.optim.shards import shard_fingerprint
+from penstock.optim.shards import gradient_here, set_local_gradient, shard_fingerprint
 from penstock.optim.states import FlashStates
 from penstock.optim.update import UpdatePass
 from penstock.staging import ready_event
@@ -90,7 +93,8 @@ class Overlap:
             set()
         )  # of these, without those that are known to be done
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
-        self._freed: set[int] = set()  # parameters whose gradient was used up
+        # what stands for gradients that were used up, by parameter
+        self._freed: dict[int, OffloadedGradient] = {}
         self._norms: dict[int, Tensor] = {}  # of gradients that will be used up
         # parameters whose gradients are averaged and then reported
         self._followed: set[int] = set()
@@ -287,7 +291,7 @@ class Overlap:
                 self._averaged[param.index] = grad
         step.grads[param.index] = grad
         step.ready[param.index] = ready_event(param.local.device)
-        if self._states.gradients is not None and self._states.config.clip_norm is not None:
+        if self._states.config.clip_norm is not None and self._frees_gradient(param):
             self._norms[param.index] = torch.linalg.vector_norm(grad)
         param.note_change()
         for tile in self._tiles_of.get(param.index, ()):
@@ -380,22 +384,43 @@ class Overlap:
     def _update(self, tile: Tile, step: UpdatePass) -> None:
         """In a thread of the pool."""
         self._states.update(tile, step)
-        if self._states.gradients is not None:
-            with self._lock:
-                for piece in tile.pieces:
-                    self._use_up(piece.param, step)
+        with self._lock:
+            for piece in tile.pieces:
+                self._use_up(self._states.params[piece.param], step)
 
-    def _use_up(self, index: int, step: UpdatePass) -> None:
-        """Count an updated tile of a parameter; drop its gradient after the last one."""
-        if index not in self._used:
+    def _frees_gradient(self, param: Param) -> bool:
+        """Return whether a gradient is freed as soon as it was used."""
+        if self._states.gradients is not None:
+            return True
+        return home_of(param.tensor) is not None and param.index not in self._followed
+
+    def _use_up(self, param: Param, step: UpdatePass) -> None:
+        """Count an updated tile of a parameter; free its gradient after the last one."""
+        index, tensor = param.index, param.tensor
+        if index not in self._used or not self._frees_gradient(param):
             return
         self._left[index] -= 1
-        tensor, (grad, version, _) = self._states.params[index].tensor, self._used[index]
+        grad, version, _ = self._used[index]
         if not self._left[index] and tensor.grad is grad and grad._version == version:
             del self._used[index]
-            self._freed.add(index)
             step.grads[index] = _NOTHING
-            tensor.grad = None
+            place = GradientPlace(index, grad)
+            place.real = None
+            self._freed[index] = OffloadedGradient(place, self, param.local)
+            set_local_gradient(tensor, self._freed[index])
+
+    # -- for who uses a gradient that was used up -------------------------------------------------
+
+    def bring(self, place: GradientPlace, *, values: bool = True) -> Tensor:
+        """Raise ConfigError: the values are gone."""
+        raise ConfigError(
+            f"the gradient of parameter {self._states.params[place.param].name} is gone: overlap=True has"
+            " updated the parameter in backward, and freed it; use clip_norm=... for clipping, tell how"
+            " many backwards make a step by accumulation=..., or leave overlap out"
+        )
+
+    def changed(self, place: GradientPlace, real: Tensor) -> None:
+        """Do nothing: nobody has changed what is gone."""
 
     # -- the end of a pass ------------------------------------------------------------------------
 
@@ -428,20 +453,26 @@ class Overlap:
                     " overlap=True had used it already; change it after step"
                 )
         with self._lock:
-            used_up, used, averaged = list(self._freed), dict(self._used), dict(self._averaged)
-        for index in used_up:
-            if states.params[index].tensor.grad is not None:
-                raise self._changed(states.params[index])
-        for index, (grad, version, fingerprint) in used.items():
-            is_same = states.params[index].tensor.grad is grad and grad._version == version
-            if not is_same or (
-                fingerprint is not None and not _equal(shard_fingerprint(grad), fingerprint)
-            ):
+            reported, averaged = list(self._used | self._freed), dict(self._averaged)
+        for index in reported:
+            with self._lock:  # so that it is not used up meanwhile
+                is_same = self._is_unchanged(index)
+            if not is_same:
                 raise self._changed(states.params[index])
         for index, used_values in averaged.items():
             values = states.params[index].flat_grad()
             if values is None or not torch.equal(values, used_values):
                 raise self._changed(states.params[index])
+
+    def _is_unchanged(self, index: int) -> bool:
+        """Return whether a gradient is as it was reported, or gone. Under the lock."""
+        tensor = self._states.params[index].tensor
+        if index in self._freed:
+            return tensor.grad is None or gradient_here(tensor) is self._freed[index]
+        grad, version, fingerprint = self._used[index]
+        if tensor.grad is not grad or grad._version != version:
+            return False
+        return fingerprint is None or _equal(shard_fingerprint(grad), fingerprint)
 
     def _changed(self, param: Param) -> ConfigError:
         return ConfigError(
@@ -469,6 +500,10 @@ class Overlap:
         self._missing.clear()
         self._futures.clear()
         self._left.clear()
+        for index, stand_in in self._freed.items():
+            param = self._states.params[index].tensor
+            if gradient_here(param) is stand_in:
+                param.grad = None
         self._freed.clear()
         self._norms.clear()
         self._averaged.clear()
