@@ -40,7 +40,13 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import INFEASIBLE, TIGHT, Action, Plan
 from penstock.plan.profile import Profile
 from penstock.runtime import user_plan
-from penstock.runtime.allowance import Allowance, FirstServed, FoundAllowance
+from penstock.runtime.allowance import (
+    Allowance,
+    DeviceAllowance,
+    FirstServed,
+    FoundAllowance,
+    SharedAllowance,
+)
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
@@ -129,6 +135,8 @@ class Session:
         self._stores: Stores | None = None
         self._memory: MemoryLimit | None = None
         self._accounts: list[Account] = []
+        self._device_memory: Account | None = None
+        self._weights_account: Account | None = None
         self._weights: WeightStreamer | None = None
         self._relocation: Relocation | None = None
         self._loaders = Loaders()
@@ -137,6 +145,12 @@ class Session:
         self._holdings: HoldingsSample | None = None
         self._suggested: tuple[Profile | None, Suggestion | None] = (None, None)
         self._device = _device_named(config.device) if config.device else _device_of(model)
+        has_limit = config.weights_memory is not None or config.memory is not None
+        if config.weights != "keep" and self._device.type == "cpu" and not has_limit:
+            raise ConfigError(
+                "weights='flash' needs a limit of the weights in memory: weights_memory, or memory, of"
+                " which they get most"
+            )
         self._rank = rank()
         self._number = 0
         self._ranks: RankStore | None = None
@@ -188,6 +202,7 @@ class Session:
         try:
             self._open()
             self._attach()
+            self._look_at_memory()
         except BaseException:
             self._stores_close()
             self._state = "closed"
@@ -263,8 +278,12 @@ class Session:
         open_account(self.recorder, self._waiting)
         self._memory = MemoryLimit(config, self.recorder)
         self.config = config = self._memory.configure(config, kind)
-        self.budget = self._account(self._device)
         rests = config.weights != "keep"
+        if rests and kind != "cpu" and config.weights_memory is None:
+            self._device_memory = Account(name="device memory")
+        self.budget = self._account(self._device)
+        if rests:
+            self._open_weights_account()
         if rests and kind == "cpu":  # before all that shares host memory with them
             self._open_weights()
         allowance = self._shared_allowance(self._device, self.budget)
@@ -355,6 +374,16 @@ class Session:
             )
         self._rank_notes = (note,)
 
+    def _open_weights_account(self) -> None:
+        """Make the account of the weights in memory; their limit is found if it was not given."""
+        limit = host_account().limit_bytes // 2  # until saved tensors share with them
+        if self.config.weights_memory is not None:
+            limit = int(self.config.weights_memory)
+        parent = host_account() if self._device.type == "cpu" else self._device_memory
+        account = Account(limit, name=WEIGHTS, parent=parent, owner=WEIGHTS)
+        self._accounts.append(account)
+        self._weights_account = account
+
     def _open_weights(self) -> None:
         """Let the weights of models rest on flash from now on.
 
@@ -367,12 +396,8 @@ class Session:
 
         config, is_host = self.config, self._device.type == "cpu"
         mover = None if is_host else self._mover_of_weights()
-        limit = host_account().limit_bytes // 2  # until saved tensors share with them
-        if config.weights_memory is not None:
-            limit = int(config.weights_memory)
-        parent = host_account() if is_host else None
-        account = Account(limit, name=WEIGHTS, parent=parent, owner=WEIGHTS)
-        self._accounts.append(account)
+        account = self._weights_account
+        assert account is not None
         files, memory = WeightFiles(config.directories), None
         rest: RestModel = partial(rest_weights, files=files, floor_bytes=config.floor_bytes)
         if mover is not None:
@@ -393,10 +418,10 @@ class Session:
         assert stores is not None
         if device.type != "cuda":
             raise ConfigError(f"weights='flash' is for models on the CPU or on CUDA, not {device}")
-        if self.config.weights_memory is None:
+        if self._device_memory is not None and self._device_memory.limit_bytes >= UNLIMITED:
             raise ConfigError(
                 f"weights='flash' with a model on {device} needs weights_memory, the limit of its weights"
-                " in device memory"
+                " in device memory: torch does not tell how much there is"
             )
         from penstock.runtime.cuda.direct import DirectMover  # noqa: PLC0415  (few runs need it)
 
@@ -419,7 +444,11 @@ class Session:
             self.config.device_bytes,
             name=name,
             on_change=partial(self.recorder.level, name),
-            parent=host_account() if device.type == "cpu" else None,
+            parent=host_account()
+            if device.type == "cpu"
+            else self._device_memory
+            if device == self._device
+            else None,
             owner=SAVED_TENSORS,
         )
         self._accounts.append(made)
@@ -430,27 +459,36 @@ class Session:
         assert self._memory is not None
         if device.type != "cpu":
             return None
-        weights = self._weights
         return self._memory.share(
             budget,
             budget.limit_bytes,
             reserved_bytes=self.config.host_bytes,
-            first=None
-            if weights is None or self.streams_device_weights
-            else FirstServed(
-                weights.account,
-                lambda: weights.wanted_bytes,
-                adapts=self.config.weights_memory is None,
-                least_bytes=lambda: weights.least_bytes,
-                divide=self._division().weights_bytes,
-            ),
+            first=self._first_served() if self._device.type == "cpu" else None,
+        )
+
+    def _first_served(self) -> FirstServed | None:
+        """Return the weights on flash, which share a memory with saved tensors; None without any."""
+        account = self._weights_account
+        if account is None:
+            return None
+
+        def known(value: Callable[[WeightStreamer], int], otherwise: int) -> Callable[[], int]:
+            return lambda: otherwise if self._weights is None else value(self._weights)
+
+        return FirstServed(
+            account,
+            known(lambda weights: weights.wanted_bytes, UNLIMITED),
+            adapts=self.config.weights_memory is None,
+            least_bytes=known(lambda weights: weights.least_bytes, 0),
+            divide=self._division().weights_bytes,
         )
 
     @property
     def _divides_memory(self) -> bool:
         """True if the session itself divides memory between weights and saved tensors."""
         config = self.config
-        divides = config.memory_request is not None and config.weights_memory is None
+        is_shared = config.memory_request is not None or self._device_memory is not None
+        divides = is_shared and config.weights_memory is None
         return divides and self._weights is not None and config.device_memory is None
 
     def _division(self) -> MemoryDivision:
@@ -467,6 +505,12 @@ class Session:
     def _allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Limit a device's budget to its free memory, unless the user has set the budget."""
         assert self._stores is not None
+        if device == self._device and self._device_memory is not None:
+            found = self._stores.allowance(device, self._device_memory, parts=1)
+            first = self._first_served()
+            if found is None or first is None:
+                return None  # for weights that is an error, see ``_mover_of_weights``
+            return DeviceAllowance(budget, found, first=first)
         return self._stores.allowance(device, budget) if self._finds_limits else None
 
     @property
@@ -561,6 +605,14 @@ class Session:
             **self._label(),
         )
         self.recorder.begin_step(0)
+
+    def _look_at_memory(self) -> None:
+        """Find limits anew, since weights that were in memory rest on flash now."""
+        assert self._memory is not None
+        allowance = self.executor.allowance
+        if self._weights is not None and isinstance(allowance, SharedAllowance):
+            self._memory.begin_again()
+            self.budget.limit_bytes = allowance.begin_again()
 
     def _detach(self) -> None:
         self._attachment.detach()
@@ -894,7 +946,9 @@ class Session:
         if self._weights is not None:
             found.append(self._weights.note())
         allowances = (each.allowance for each in self.devices.all.values())
-        found += [str(each) for each in allowances if isinstance(each, FoundAllowance)]
+        found += [
+            str(each) for each in allowances if isinstance(each, FoundAllowance | DeviceAllowance)
+        ]
         if (
             self._finds_limits
             and not self.executor.allowance

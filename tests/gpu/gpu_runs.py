@@ -1,5 +1,7 @@
 """Training on a GPU with and without a session, for the tests beside this file."""
 
+import gc
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -113,3 +115,21 @@ def assert_moved(session, places, *, back=False):
     assert counted(session, "pin.failed") == 0
     if places == "flash":
         assert session.recorder.snapshot().flow(Stage.WRITE, "flash").nbytes > 0
+
+
+@contextmanager
+def little_memory(room, device=0):
+    """Torch gets no more than ``room`` beside what it has reserved of a device; yields the sum."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(device)
+    most = torch.cuda.memory_reserved(device) + room
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(most / total, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        yield most
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from gpu_runs import settings_for
+from gpu_runs import little_memory, settings_for
 from torch import nn
 
 from cuda_runs import assert_nothing_held
@@ -82,21 +82,12 @@ def train(first, second, steps=3, session_of=None):
 
 
 @pytest.fixture
-def little_memory():
-    """Torch gets no more than ``ROOM_BYTES`` of the device, beside what it has allocated already."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    _, total = torch.cuda.mem_get_info(DEVICE)
-    most = torch.cuda.memory_reserved(DEVICE) + ROOM_BYTES
-    before = torch.cuda.get_per_process_memory_fraction(DEVICE)
-    torch.cuda.set_per_process_memory_fraction(most / total, DEVICE)
-    yield most
-    torch.cuda.set_per_process_memory_fraction(before, DEVICE)
-    gc.collect()
-    torch.cuda.empty_cache()
+def room():
+    with little_memory(ROOM_BYTES, DEVICE) as most:
+        yield most
 
 
-def test_without_a_budget_what_is_left_is_the_budget(disk_path, small_knobs, little_memory):
+def test_without_a_budget_what_is_left_is_the_budget(disk_path, small_knobs, room):
     with pytest.raises(torch.OutOfMemoryError):
         train(DEVICE, DEVICE)
     gc.collect()
@@ -106,7 +97,7 @@ def test_without_a_budget_what_is_left_is_the_budget(disk_path, small_knobs, lit
         DEVICE, DEVICE, session_of=lambda m, o: session_in(disk_path, m, o, **settings)
     )
     assert session.budget.advisory
-    assert 0 < session.budget.limit_bytes < little_memory - 4 * TENSOR_BYTES
+    assert 0 < session.budget.limit_bytes < room - 4 * TENSOR_BYTES
     assert session.plan.offloaded_bytes >= 2 * TENSOR_BYTES
     torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
     found.assert_same_bits(train(DEVICE, DEVICE)[0])

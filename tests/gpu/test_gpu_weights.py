@@ -28,6 +28,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.core.errors import ConfigError, InPlaceError, SuspendError, TransferError
 from penstock.homed import home_of
+from penstock.runtime.cuda.link import CudaLink
 from weights_rig import ScriptedEngine, assert_same, shared_engine_replaced
 
 pytestmark = pytest.mark.gpu
@@ -370,10 +371,12 @@ def test_parameters_over_ranks_are_refused(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_what_is_not_supported_is_refused_and_nothing_is_moved(tmp_path):
+def test_what_is_not_supported_is_refused_and_nothing_is_moved(tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    with pytest.raises(ConfigError, match="needs weights_memory"):
-        on_device_flash(model, tmp_path, limit=None, memory="1GiB", host_memory=None).open()
+    with monkeypatch.context() as untold:
+        untold.setattr(CudaLink, "usable_bytes", lambda *_: None)
+        with pytest.raises(ConfigError, match=r"needs weights_memory.*does not tell"):
+            on_device_flash(model, tmp_path, limit=None).open()
     model[1].to("cpu")
     with pytest.raises(ConfigError, match="is on cpu"), on_device_flash(model, tmp_path):
         pass

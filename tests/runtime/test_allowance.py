@@ -20,6 +20,7 @@ from penstock.runtime.allowance import (
 from penstock.runtime.allowance import (
     LIMIT,
     Allocated,
+    DeviceAllowance,
     FirstServed,
     FoundAllowance,
     Remainder,
@@ -403,3 +404,37 @@ def test_half_of_what_weights_of_a_given_size_leave_is_left_to_the_first_step():
     assert shared.limits == (40, 10)  # of 60 MiB
     shared.saved.limit_bytes = shared.allowance.settle()
     assert shared.limits == (40, 20)
+
+
+def test_in_device_memory_weights_and_saved_tensors_share_what_the_program_leaves():
+    memory = Account(name="device memory")
+    saved, weights, others = memory.child("device"), memory.child("weights"), [40 * MIB]
+    measure = lambda: Allocated(*3 * [others[0] + memory.used_bytes])  # noqa: E731
+    recorder, remainder = Recorder(), Remainder(measure, memory)
+    found = FoundAllowance(
+        remainder, 64 * MIB, account=memory, recorder=recorder, device="cuda:0", parts=1
+    )
+    first = FirstServed(weights, wanted_bytes=lambda: UNLIMITED, adapts=True)
+    allowance = DeviceAllowance(saved, found, first=first)
+
+    def limits():
+        return [each.limit_bytes // MIB for each in (memory, weights, saved)]
+
+    assert limits() == [20, 7, 2]  # of half of it
+    others[0] = 8 * MIB  # the weights were a part of it
+    saved.limit_bytes = allowance.begin_again()
+    assert limits() == [52, 19, 6]
+    allowance.look()
+    others[0] = 12 * MIB
+    allowance.look()
+    saved.limit_bytes = allowance.settle()
+    assert limits() == [48, 18, 6]
+    saved.limit_bytes = allowance.grown()
+    assert limits() == [48, 36, 12]
+    others[0] = 20 * MIB  # an optimizer has made its states
+    saved.limit_bytes = allowance.grown()
+    assert limits() == [40, 30, 10]
+    assert allowance.grown() is None
+    assert "64.00 MiB that PyTorch can use on cuda:0, a step takes up to 20.00 MiB" in str(
+        allowance
+    )

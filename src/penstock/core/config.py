@@ -175,11 +175,6 @@ class OffloadConfig:
             raise ConfigError(
                 "weights='flash' needs a directory on flash: flash=DIR, or --flash DIR"
             )
-        if self.weights_memory is None and self.memory is None:
-            raise ConfigError(
-                "weights='flash' needs a limit of the weights in memory: weights_memory, or memory, of"
-                " which they get most"
-            )
 
     def _check_codec(self) -> None:
         if not isinstance(self.codec, str) or not _CODEC.fullmatch(self.codec):

@@ -6,13 +6,13 @@
 
         usable - other - reserve
 
-    On a device it is the limit of saved tensors. *Usable* is what PyTorch could have allocated when the
-    session was opened: what the driver had free, and what PyTorch's allocator had reserved already; less,
-    if the program has limited that. In host memory it is the limit of all that Penstock holds, if the
-    user has limited the process (``memory="auto"``, or a share); see ``core.memory.usable_memory``.
-    *Other* is the most that was allocated at any one time beside what is charged to the account. The
-    *reserve* is a part of what is usable, for what the allocator cannot use because it lies between other
-    blocks.
+    On a device it is the limit of saved tensors, and of weights on flash if none was given for these.
+    *Usable* is what PyTorch could have allocated when the session was opened: what the driver had free,
+    and what PyTorch's allocator had reserved already; less, if the program has limited that. In host
+    memory it is the limit of all that Penstock holds, if the user has limited the process
+    (``memory="auto"``, or a share); see ``core.memory.usable_memory``. *Other* is the most that was
+    allocated at any one time beside what is charged to the account. The *reserve* is a part of what is
+    usable, for what the allocator cannot use because it lies between other blocks.
 
     1. When the session is opened, other is what is allocated then, and what the step will take is not
        known. So half of what is left is the limit of saved tensors, until the first pass is over.
@@ -25,8 +25,9 @@
        each step, what is allocated beside what is charged is compared with the same at the end of the
        observed pass; what it has grown by is other as well.
 
-    Other never falls, or plans would change to and fro. What was high once (algorithms that were tried
-    for ``torch.backends.cudnn.benchmark``) stays so, and a limit is then better given. A limit of saved
+    Other never falls, or plans would change to and fro; but it is measured anew when the session is open,
+    as weights that were in memory are on flash then. What was high once (algorithms that were tried for
+    ``torch.backends.cudnn.benchmark``) stays so, and a limit is then better given. A limit of saved
     tensors that was found is an estimate: it is exceeded rather than that anything fails for it
     (``Account.advisory``).
 
@@ -129,6 +130,11 @@ class Remainder:
         self.other_bytes = max(self.other_bytes, most)
         self._last, self._held_bytes = now, held
 
+    def begin_again(self) -> None:
+        """Forget what the program held before: it has freed memory that it does not take again."""
+        self._last = self._measure()
+        self.other_bytes = self._last.now - self._account.used_bytes
+
     @property
     def is_settled(self) -> bool:
         """True once an observed pass has ended."""
@@ -164,6 +170,7 @@ class FoundAllowance:
         usable_bytes: Bytes that the program and Penstock may use together.
         other_bytes: Most bytes that the program has used beside the account.
         limit_bytes: Bytes that are left.
+        device: Name of the memory.
     """
 
     def __init__(
@@ -190,12 +197,17 @@ class FoundAllowance:
         self.usable_bytes = usable_bytes
         self._account = account
         self._recorder = recorder
-        self._device = device
+        self.device = device
         account.limit_bytes = self._found(parts)
 
     def look(self) -> None:
         """Measure at this moment of an observed pass."""
         self._remainder.look()
+
+    def begin_again(self) -> int:
+        """Return the limit in bytes when the program has freed memory that it does not take again."""
+        self._remainder.begin_again()
+        return self._found()
 
     def settle(self) -> int:
         """Return the limit in bytes, after an observed pass."""
@@ -211,7 +223,7 @@ class FoundAllowance:
         )
 
     def __str__(self) -> str:
-        if self._device == HOST:
+        if self.device == HOST:
             return (
                 f"of the {format_bytes(self.usable_bytes)} that this process may use, a step takes up to"
                 f" {format_bytes(self.other_bytes)} beside what Penstock holds,"
@@ -220,7 +232,7 @@ class FoundAllowance:
             )
         return (
             f"no device_memory was given: of the {format_bytes(self.usable_bytes)} that PyTorch can use"
-            f" on {self._device}, a step takes up to {format_bytes(self.other_bytes)} beside saved"
+            f" on {self.device}, a step takes up to {format_bytes(self.other_bytes)} beside saved"
             f" tensors, {format_bytes(self.reserve_bytes)} are left free, and the other"
             f" {format_bytes(self.limit_bytes)} are the budget"
         )
@@ -244,8 +256,8 @@ class FoundAllowance:
         """Return the limit, or one of several equal parts of it, and record it."""
         limit_bytes = max(1, self.limit_bytes // parts)
         self._recorder.mark(
-            HOST_LIMIT if self._device == HOST else LIMIT,
-            device=self._device,
+            HOST_LIMIT if self.device == HOST else LIMIT,
+            device=self.device,
             limit_bytes=limit_bytes,
             usable_bytes=self.usable_bytes,
             other_bytes=self.other_bytes,
@@ -304,9 +316,13 @@ class SharedAllowance:
         account.limit_bytes = self._left()
         account.advisory = process is not None
 
+    def begin_again(self) -> int:
+        """Return the limit in bytes when that of the parent was found anew, before the first pass."""
+        return self._left()
+
     def look(self) -> None:
         """Measure at this moment of an observed pass."""
-        self._other_bytes = max(self._other_bytes, self._beside())
+        self._look_beside()
 
     def settle(self) -> int:
         """Return the limit in bytes, after an observed pass."""
@@ -319,12 +335,15 @@ class SharedAllowance:
 
     def grown(self) -> int | None:
         """Return another limit, after a step, if notably less is left, or replays give notably more."""
-        self.look()
+        self._look_beside()
         was_settled, self._is_settled = self._is_settled, True  # also under a user plan
         left, before = self._left(), self._account.limit_bytes
         notable = before // NOTABLE_SHARE
         is_larger = self._is_divided and left - before > notable
         return left if before - left > notable or is_larger or not was_settled else None
+
+    def _look_beside(self) -> None:
+        self._other_bytes = max(self._other_bytes, self._beside())
 
     def _beside(self) -> int:
         first = 0 if self._first is None else self._first.account.used_bytes
@@ -379,3 +398,43 @@ class SharedAllowance:
         left = self._parent.limit_bytes - self._other_bytes - limit_bytes
         self._account.limit_bytes = min(self._account.limit_bytes, left)
         return True
+
+
+class DeviceAllowance(SharedAllowance):
+    """The same in device memory, where saved tensors and weights on flash share what is left."""
+
+    def __init__(self, account: Account, found: FoundAllowance, *, first: FirstServed) -> None:
+        """Limit ``account`` to its part of half of what is left now.
+
+        Args:
+            account: Account of saved tensors, with the limit of these alone; its parent is that of all.
+            found: Finds the parent's limit.
+            first: The weights.
+        """
+        super().__init__(account, limit_bytes=account.limit_bytes, first=first, process=found)
+        self._found = found
+
+    def begin_again(self) -> int:
+        """Find the parent's limit anew, and return that of saved tensors."""
+        self._parent.limit_bytes = self._found.begin_again()
+        return super().begin_again()
+
+    def look(self) -> None:
+        """Measure at this moment of an observed pass."""
+        self._found.look()
+        super().look()
+
+    def grown(self) -> int | None:
+        """Return another limit, after a step, if notably less is left, or replays give notably more."""
+        if (limit_bytes := self._found.grown()) is not None:
+            self._parent.limit_bytes = limit_bytes
+        return super().grown()
+
+    def __str__(self) -> str:
+        found = self._found
+        return (
+            f"no weights_memory was given: of the {format_bytes(found.usable_bytes)} that PyTorch can use"
+            f" on {found.device}, a step takes up to {format_bytes(found.other_bytes)} beside saved"
+            f" tensors and weights on flash, {format_bytes(found.reserve_bytes)} are left free, and the"
+            f" other {format_bytes(found.limit_bytes)} are for these"
+        )

@@ -146,6 +146,12 @@ class MemoryLimit:
             process=self._found,
         )
 
+    def begin_again(self) -> None:
+        """Find the limit anew: weights of the program that were in memory rest on flash now."""
+        if self._found is not None:
+            trim_heap()
+            self._account.limit_bytes = self._found.begin_again()
+
     def look(self) -> None:
         """Measure at this moment of an observed pass."""
         self._remainder.look()

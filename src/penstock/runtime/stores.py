@@ -114,12 +114,16 @@ class Stores:
         """Of the device; ``None``: it does not run behind the interpreter."""
         return None if self._accelerator is None else self._accelerator.timer
 
-    def allowance(self, device: torch.device, budget: Account) -> FoundAllowance | None:
-        """Return what finds the limit of a device's ``budget``.
+    def allowance(
+        self, device: torch.device, budget: Account, *, parts: int = 2
+    ) -> FoundAllowance | None:
+        """Return what finds the limit of a device's ``budget``; at first one of equal ``parts``.
 
         ``None``: the memory is the host's, or torch does not tell how much there is.
         """
-        return None if self._accelerator is None else self._accelerator.allowance(device, budget)
+        if self._accelerator is None:
+            return None
+        return self._accelerator.allowance(device, budget, parts=parts)
 
     def make_sampler(self) -> CodecSampler:
         """Make what measures codecs on storages of the mover's device."""

@@ -166,8 +166,11 @@ class DeviceMemory(BroughtMemory):
         return max(0, -self._account.free_bytes)
 
     def wait_for_room(self, nbytes: int) -> bool:
-        """Wait for a copy whose target was given up."""
-        return self._mover.trim(0) > 0
+        """Wait for a copy whose target was given up, or have saved tensors leave."""
+        if self._mover.trim(0) > 0:
+            return True
+        account = self._account
+        return account.missing_elsewhere(nbytes) > 0 and account.make_room(nbytes)
 
     def wait(self) -> None:
         """Wait for all streams, of which each may work with weights."""

@@ -77,8 +77,13 @@ class Accelerator:
         assert self._mover is not None, "open_mover comes first"
         return self._mover
 
-    def allowance(self, device: torch.device, budget: Account) -> FoundAllowance | None:
-        """Return what finds the limit of a device's ``budget``; None if torch tells no figures."""
+    def allowance(
+        self, device: torch.device, budget: Account, *, parts: int = 2
+    ) -> FoundAllowance | None:
+        """Return what finds the limit of a device's ``budget``; None if torch tells no figures.
+
+        Until a pass was observed it is one of so many equal ``parts`` of what is left.
+        """
         usable_bytes = self.link.usable_bytes(device)
         if usable_bytes is None:
             return None
@@ -89,6 +94,7 @@ class Accelerator:
             account=budget,
             recorder=self._recorder,
             device=str(device),
+            parts=parts,
         )
 
     def make_sampler(self) -> CodecSampler:

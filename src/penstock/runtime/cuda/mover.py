@@ -72,6 +72,8 @@ from penstock.store.account import Account
 from penstock.store.base import Tier
 
 PROBE_BYTES: Final = 64 * MIB
+LEAST_PROBE_BYTES: Final = MIB
+"""Bandwidth is measured with the former, or on a full device with no less than this."""
 
 
 class CudaMover(Mover):
@@ -357,14 +359,28 @@ class CudaMover(Mover):
         assert buffer is not None, "a slab has no room although nothing was spilled yet"
         slab.release(buffer)
         try:
-            storage = self._link.empty(nbytes, self.device)
+            storage = self._probe(nbytes)
             out_ns, back_ns = (
                 min(self._copy_time(copy, storage, buffer.address) for _ in range(2))
                 for copy in (self._link.copy_out, self._link.copy_in)
             )
         finally:
             slab.leave(buffer)
-        return nbytes * 1e9 / out_ns, nbytes * 1e9 / back_ns
+        return storage.nbytes() * 1e9 / out_ns, storage.nbytes() * 1e9 / back_ns
+
+    def _probe(self, nbytes: int) -> torch.UntypedStorage:
+        """Return device memory to measure with: less than ``nbytes`` if the device has not so much left.
+
+        Raises:
+            torch.OutOfMemoryError: It has less than ``LEAST_PROBE_BYTES``.
+        """
+        while True:
+            try:
+                return self._link.empty(nbytes, self.device)
+            except torch.OutOfMemoryError:
+                nbytes //= 2
+                if nbytes < LEAST_PROBE_BYTES:
+                    raise
 
     def _copy_time(
         self, copy: Callable[..., None], storage: torch.UntypedStorage, address: int

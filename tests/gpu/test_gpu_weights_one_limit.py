@@ -1,0 +1,67 @@
+"""Weights on flash and saved tensors share what the program leaves of a device's memory."""
+
+import pytest
+import torch
+from gpu_runs import little_memory
+from gpu_weights_rig import DEVICE, bits
+
+import penstock
+from penstock.core.units import MIB
+from penstock.homed import home_of
+from weights_rig import Chain, built, flash_adamw, inputs, train_step
+
+pytestmark = pytest.mark.gpu
+
+DEPTH, WIDTH, BATCH = 10, 2048, 256
+"""Weights take 160 MiB, their gradients as much, and what is saved for backward takes 40 MiB."""
+ROOM = 80 * MIB
+"""Beside the weights, which are in device memory at first."""
+STEPS = 3
+
+
+def trained(model, directory, seen=None):
+    """Losses of some steps."""
+    optimizer = flash_adamw(
+        model, directory, lr=1e-3, overlap=True, tile=1 << 16, host_memory="7MiB"
+    )
+    losses = []
+    for x in inputs(STEPS, shape=(BATCH, WIDTH)):
+        losses.append(bits(train_step(model, optimizer, x.to(DEVICE))).cpu())
+        if seen is not None:
+            seen()
+    optimizer.close()
+    return losses
+
+
+def chain():
+    return built(lambda: Chain(depth=DEPTH, width=WIDTH))
+
+
+def test_no_limit_has_to_be_given(disk_path):
+    model = chain().to(DEVICE)
+    limits = []
+    settings = {"weights": "flash", "flash": str(disk_path), "host_memory": "128MiB"}
+    with little_memory(ROOM) as most, penstock.offload(model, policy="all", **settings) as session:
+        weights = session._weights
+        assert all(home_of(each) is not None for each in model.parameters())
+        # what was in memory when the session was opened is on flash, and counts as free
+        assert weights.account.limit_bytes + session.budget.limit_bytes > 80 * MIB
+
+        def seen():
+            limits.append((weights.account.limit_bytes, session.budget.limit_bytes))
+
+        losses = trained(model, disk_path, seen)
+        memory = weights.account.parent
+        for of_weights, of_saved in limits:
+            assert min(of_weights, weights.total_bytes) + of_saved <= memory.limit_bytes
+        assert memory.peak_bytes <= memory.limit_bytes < most
+        assert weights.account.peak_bytes > 64 * MIB
+        assert weights.forced == 0
+        assert session.executor.allowance._is_divided
+        notes = " ".join(session.summary().notes)
+        assert "no weights_memory was given: of the" in notes
+        assert torch.cuda.max_memory_allocated(DEVICE) <= most
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    plain = chain().to(DEVICE)
+    assert losses == trained(plain, disk_path)
+    assert all(map(torch.equal, map(bits, model.parameters()), map(bits, plain.parameters())))
