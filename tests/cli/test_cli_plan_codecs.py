@@ -1,5 +1,6 @@
 """``penstock plan --script --codec auto``: what lossless codecs change, and that a session does so."""
 
+import io
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 from offload_runs import session_in
 from penstock.cli import main
-from penstock.cli.plan_budgets import requested
+from penstock.cli.plan_budgets import print_budgets, requested
 from penstock.cli.step_recording import StepReached, StepRecording
 from penstock.core.units import MIB
 from penstock.plan import Machine
@@ -105,6 +106,20 @@ def test_codecs_that_pay_are_planned_beside_the_step_as_it_is(steps, machine):
         assert frames < 0.7 * source
         assert source <= one["spilled_bytes"]
     assert "With --memory 20MiB a step holds" in text
+
+
+@pytest.mark.parametrize("flash_bytes", [3 * MIB, 6 * MIB])
+def test_a_budget_that_fits_with_codecs_alone_fits(steps, disk_path, flash_bytes, capsys):
+    plain, tried = steps
+    path = disk_path / "little.toml"
+    path.write_text(replace(SLOW, flash_bytes=flash_bytes).to_toml())
+    words = ("--machine", str(path), "--memory", "18MiB")
+    assert print_budgets(options_of(*words), plain, "train.py", io.StringIO()) == 1
+    assert "no budget fits" in capsys.readouterr().err
+    words = (*words, "--codec", "auto")
+    fits = flash_bytes > 3 * MIB
+    assert print_budgets(options_of(*words), tried, "train.py", io.StringIO()) == (not fits)
+    assert ("no budget fits" in capsys.readouterr().err) != fits
 
 
 def test_what_is_planned_without_codecs_is_the_same_when_they_were_tried(steps, machine):

@@ -277,7 +277,8 @@ def print_budgets(options: argparse.Namespace, step: RecordedStep, name: str, fi
     if options.plot is not None:
         plot_budgets(request.costs, options.plot, title=name, setting=request.setting)
     print_result(options.json, lambda: document(request), lambda: text(request), file)
-    fits = any(one.fits for one in request.costs[1:]) or not request.memory_bytes
+    planned = [*request.costs[1:], *(one for one, _ in request.with_codecs)]
+    fits = any(one.fits for one in planned) or not request.memory_bytes
     if not fits:
         say(f"error: no budget fits; {_least(request)}")
     return 0 if fits else 1
