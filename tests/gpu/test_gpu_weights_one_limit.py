@@ -19,13 +19,13 @@ ROOM = 80 * MIB
 STEPS = 3
 
 
-def trained(model, directory, seen=None):
+def trained(model, directory, seen=None, *, width=WIDTH):
     """Losses of some steps."""
     optimizer = flash_adamw(
         model, directory, lr=1e-3, overlap=True, tile=1 << 16, host_memory="7MiB"
     )
     losses = []
-    for x in inputs(STEPS, shape=(BATCH, WIDTH)):
+    for x in inputs(STEPS, shape=(BATCH, width)):
         losses.append(bits(train_step(model, optimizer, x.to(DEVICE))).cpu())
         if seen is not None:
             seen()
@@ -33,8 +33,8 @@ def trained(model, directory, seen=None):
     return losses
 
 
-def chain():
-    return built(lambda: Chain(depth=DEPTH, width=WIDTH))
+def chain(depth=DEPTH, width=WIDTH):
+    return built(lambda: Chain(depth=depth, width=width))
 
 
 def test_no_limit_has_to_be_given(disk_path):
@@ -64,4 +64,28 @@ def test_no_limit_has_to_be_given(disk_path):
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
     plain = chain().to(DEVICE)
     assert losses == trained(plain, disk_path)
+    assert all(map(torch.equal, map(bits, model.parameters()), map(bits, plain.parameters())))
+
+
+@pytest.mark.parametrize("settings", [
+    {"policy": "keep"},
+    {"policy": "auto", "device_memory": "4MiB", "floor": "64KiB"},
+    {"policy": "auto", "device": DEVICE},
+    {"policy": "auto", "memory": "128MiB", "host_memory": None},
+], ids=str)  # fmt: skip
+def test_a_limit_is_found_beside_other_settings(disk_path, settings):
+    settings = {"weights": "flash", "flash": str(disk_path), "host_memory": "64MiB", **settings}
+    model, plain = chain(4, 512), chain(4, 512).to(DEVICE)
+    if "device" not in settings:
+        model.to(DEVICE)
+    expected = trained(plain, disk_path, width=512)
+    with penstock.offload(model, **settings) as session:
+        assert trained(model, disk_path, width=512) == expected
+        saved, weights, memory = session.budget, session._weights, session.budget.parent
+        assert weights.forced == 0
+        assert 0 < weights.account.peak_bytes <= weights.account.limit_bytes
+        if "device_memory" in settings:
+            assert saved.peak_bytes <= saved.limit_bytes == 4 * MIB
+        else:
+            assert saved.limit_bytes == memory.limit_bytes - weights.total_bytes
     assert all(map(torch.equal, map(bits, model.parameters()), map(bits, plain.parameters())))

@@ -393,6 +393,8 @@ def test_weights_cede_what_saved_tensors_cannot_do_without():
 
 def test_weights_cede_nothing_beyond_the_limit_that_the_user_gave():
     shared = Shared(saved=4 * MIB, own=8 * MIB)
+    assert not Shared(found=True, own=8 * MIB).saved.advisory
+    assert Shared(found=True).saved.advisory
     shared.saved.limit_bytes = shared.allowance.settle()
     assert shared.saved.extend(4 * MIB)
     assert not shared.saved.extend(MIB)

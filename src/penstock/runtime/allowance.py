@@ -51,6 +51,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
+from penstock.core.config import UNLIMITED
 from penstock.core.locks import Lock
 from penstock.core.units import MIB, format_bytes
 from penstock.observe.recorder import Recorder
@@ -314,7 +315,7 @@ class SharedAllowance:
             first.account.extend = self._extend_first
         self._other_bytes = max(reserved_bytes, self._beside())
         account.limit_bytes = self._left()
-        account.advisory = process is not None
+        account.advisory = process is not None and limit_bytes >= UNLIMITED
 
     def begin_again(self) -> int:
         """Return the limit in bytes when that of the parent was found anew, before the first pass."""
