@@ -45,7 +45,6 @@ from penstock.runtime.allowance import (
     DeviceAllowance,
     FirstServed,
     FoundAllowance,
-    SharedAllowance,
 )
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.devices import Devices
@@ -204,6 +203,8 @@ class Session:
             self._attach()
             self._look_at_memory()
         except BaseException:
+            if self in _open:
+                self._detach()
             self._stores_close()
             self._state = "closed"
             raise
@@ -419,9 +420,15 @@ class Session:
         if device.type != "cuda":
             raise ConfigError(f"weights='flash' is for models on the CPU or on CUDA, not {device}")
         if self._device_memory is not None and self._device_memory.limit_bytes >= UNLIMITED:
+            finds_none = self.config.policy == "keep" or self._given is not None
             raise ConfigError(
                 f"weights='flash' with a model on {device} needs weights_memory, the limit of its weights"
-                " in device memory: torch does not tell how much there is"
+                " in device memory: "
+                + (
+                    "with policy='keep', or a plan of your own, limits are not found"
+                    if finds_none
+                    else "torch does not tell how much there is"
+                )
             )
         from penstock.runtime.cuda.direct import DirectMover  # noqa: PLC0415  (few runs need it)
 
@@ -505,6 +512,8 @@ class Session:
     def _allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Limit a device's budget to its free memory, unless the user has set the budget."""
         assert self._stores is not None
+        if self.config.policy == "keep" or self._given is not None:
+            return None
         if device == self._device and self._device_memory is not None:
             found = self._stores.allowance(device, self._device_memory, parts=1)
             first = self._first_served()
@@ -516,9 +525,8 @@ class Session:
     @property
     def _finds_limits(self) -> bool:
         config = self.config
-        if config.device_memory is not None or not config.has_tier or self._given is not None:
-            return False
-        return config.policy != "keep"
+        is_given = config.device_memory is not None or self._given is not None
+        return config.has_tier and not is_given and config.policy != "keep"
 
     def _planner_settings(self, device: torch.device, budget: Account) -> PlannerSettings:
         """Return the settings for one device, with the capacity and bandwidth of all tiers."""
@@ -607,12 +615,19 @@ class Session:
         self.recorder.begin_step(0)
 
     def _look_at_memory(self) -> None:
-        """Find limits anew, since weights that were in memory rest on flash now."""
+        """Find limits anew, since weights that were in memory rest on flash now.
+
+        Raises:
+            BudgetError: Two weights do not fit.
+        """
         assert self._memory is not None
-        allowance = self.executor.allowance
-        if self._weights is not None and isinstance(allowance, SharedAllowance):
-            self._memory.begin_again()
-            self.budget.limit_bytes = allowance.begin_again()
+        if self._weights is None:
+            return
+        self._memory.begin_again()
+        if self.executor.allowance is not None:
+            self.budget.limit_bytes = self.executor.allowance.begin_again()
+            self.planner.limit(self.budget.limit_bytes)
+        self._weights.check_limit()
 
     def _detach(self) -> None:
         self._attachment.detach()

@@ -6,6 +6,7 @@ from gpu_runs import little_memory
 from gpu_weights_rig import DEVICE, bits
 
 import penstock
+from penstock import ConfigError
 from penstock.core.units import MIB
 from penstock.homed import home_of
 from weights_rig import Chain, built, flash_adamw, inputs, train_step
@@ -68,7 +69,6 @@ def test_no_limit_has_to_be_given(disk_path):
 
 
 @pytest.mark.parametrize("settings", [
-    {"policy": "keep"},
     {"policy": "auto", "device_memory": "4MiB", "floor": "64KiB"},
     {"policy": "auto", "device": DEVICE},
     {"policy": "auto", "memory": "128MiB", "host_memory": None},
@@ -89,3 +89,40 @@ def test_a_limit_is_found_beside_other_settings(disk_path, settings):
         else:
             assert saved.limit_bytes == memory.limit_bytes - weights.total_bytes
     assert all(map(torch.equal, map(bits, model.parameters()), map(bits, plain.parameters())))
+
+
+def test_where_limits_are_not_found_it_has_to_be_given(disk_path):
+    model = chain(2, 512).to(DEVICE)
+    settings = {"weights": "flash", "flash": str(disk_path), "host_memory": "64MiB"}
+    with pytest.raises(ConfigError, match="with policy='keep'"):
+        penstock.offload(model, policy="keep", **settings).open()
+    assert all(home_of(each) is None for each in model.parameters())
+
+
+def test_others_give_way_to_a_weight_that_is_needed(disk_path):
+    """Saved tensors, for example, that were there first."""
+    model = chain(4, 512).to(DEVICE)
+    settings = {"weights": "flash", "flash": str(disk_path), "host_memory": "64MiB"}
+    with penstock.offload(model, policy="all", **settings) as session, torch.no_grad():
+        memory = session.budget.parent
+        held, others = memory.free_bytes, memory.child("others")
+        assert others.try_take(held, "others")
+        others.yield_by(lambda nbytes: others.free(min(nbytes, others.used_bytes), "others"))
+        model(torch.ones(1, 512, device=DEVICE))
+        assert 0 < others.used_bytes < held
+        assert session._weights.forced == 0
+        assert memory.peak_bytes <= memory.limit_bytes
+        others.close()
+
+
+def test_a_device_that_is_nearly_full_is_enough_to_open(disk_path):
+    """The weights leave it then; neither the link nor the longest weights need what is left."""
+    model = chain(6).to(DEVICE)
+    settings = {"weights": "flash", "flash": str(disk_path), "host_memory": "64MiB"}
+    with little_memory(6 * MIB), penstock.offload(model, policy="all", **settings) as session:
+        assert session._weights.account.limit_bytes >= 32 * MIB
+        assert session.planner._limit_bytes == session.budget.limit_bytes
+        with torch.no_grad():
+            model(torch.randn(8, WIDTH, device=DEVICE))
+        assert session._weights.forced == 0
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)

@@ -315,6 +315,18 @@ def test_update_in_backward_uses_gradients_up(settings, small):
     a.close()
 
 
+def test_an_optimizer_that_is_closed_takes_along_what_stands_for_gradients(small):
+    model = network()
+    a = FlashAdamW(model.parameters(), gradient_memory=0, overlap=True, **small)
+    backward(model, 0)
+    for future in list(a._penstock.overlap._futures.values()):
+        future.result(10)
+    a.close()
+    assert all(p.grad is None for p in model.parameters())
+    backward(model, 1)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 def test_update_in_backward_clips_by_the_norm_before_though_gradients_are_gone(small):
     ours, theirs = network(), network()
     a = FlashAdamW(ours.parameters(), gradient_memory=0, overlap=True, clip_norm=0.02, **small)

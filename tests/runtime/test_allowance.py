@@ -367,6 +367,9 @@ def test_half_of_a_memory_that_was_found_is_left_to_the_first_step():
     """What the step takes beside is not known: the process would be killed for it."""
     shared = Shared(found=True)
     assert shared.limits == (22, 7)  # of 60 MiB; four are left free
+    assert shared.weights.extend(80 * MIB)  # of a model that is about to leave memory
+    shared.saved.limit_bytes = shared.allowance.begin_again()
+    assert shared.limits == (22, 7)
     assert shared.weights.extend(8 * MIB)  # two long weights
     assert not shared.weights.extend(60 * MIB)
     shared.saved.limit_bytes = shared.allowance.settle()

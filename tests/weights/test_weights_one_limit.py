@@ -8,11 +8,14 @@ import torch
 
 import penstock
 from offload_runs import session_in
+from penstock import ConfigError
+from penstock.core.memory import ProcessMemory
 from penstock.core.units import MIB
 from penstock.io.mapping import PAGE_BYTES
 from penstock.observe.events import StallCause
 from penstock.plan.machine import Machine
 from penstock.runtime.memory_division import MemoryDivision
+from penstock.runtime.memory_limit import MemoryLimit
 from penstock.store.account import host_account
 from penstock.store.heap import Heap
 from weights_rig import Chain, bits, built, flash_adamw, inputs, scripted, train_step
@@ -223,3 +226,32 @@ def test_the_summary_compares_with_all_that_would_be_in_memory(disk_path):
     weights, states, gradients = 16 * MIB, 2 * 16 * MIB, 14 * MIB
     moved = summary.saved_peak_bytes + weights + states + gradients
     assert summary.host.without_bytes == summary.host.rest_bytes + moved
+
+
+def test_weights_that_were_in_memory_count_as_free_when_they_rest(disk_path):
+    model = built(lambda: Chain(depth=16, width=2 * WIDTH))  # 64 MiB
+    before = ProcessMemory().held_bytes()
+    with penstock.offload(model, memory="60%", weights="flash", flash=str(disk_path)) as session:
+        assert session._memory._found.other_bytes < before - 40 * MIB
+        assert session.planner._limit_bytes == session.budget.limit_bytes
+
+
+def test_a_session_that_is_interrupted_when_it_is_nearly_open_is_closed(disk_path, monkeypatch):
+    model = chain()
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    settings = {"memory": "24MiB", "weights": "flash", "flash": str(disk_path)}
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(MemoryLimit, "begin_again", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            penstock.offload(model, **settings).open()
+    model(torch.ones(1, WIDTH)).sum().backward()
+    with penstock.offload(model, **settings):
+        model(torch.ones(1, WIDTH))
+
+
+def test_a_limit_is_needed(disk_path):
+    with pytest.raises(ConfigError, match="needs a limit of the weights in memory"):
+        penstock.offload(chain(), weights="flash", flash=str(disk_path))

@@ -196,6 +196,25 @@ def test_an_update_in_backward_frees_the_gradient_of_a_weight_at_home(small, fla
     optimizer.close()
 
 
+def test_a_norm_is_right_if_a_weight_gets_its_home_between_backward_and_step(small, flash):
+    """What is freed is decided when backward reports it: the norm is taken then."""
+    ours, theirs = little_model(), little_model()
+    settings = {"lr": 1e-2, "overlap": True, "clip_norm": 0.02, **small}
+    a, b = (FlashAdamW(m.parameters(), **settings) for m in (ours, theirs))
+    for model, optimizer in ((ours, a), (theirs, b)):
+        train(model, optimizer, steps=2)
+        a_loss = nn.functional.cross_entropy(model(torch.arange(8)), torch.arange(8))
+        a_loss.backward()
+        if model is theirs:
+            optimizer.step()
+    with flash(ours):
+        a.step()
+        assert torch.equal(a._penstock.last_norm, b._penstock.last_norm)
+    assert_same(ours, theirs)
+    a.close()
+    b.close()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_frozen_weights_rest(overlap, small, flash):
     """A frozen base is only read; adapters, which are little, are trained in memory."""

@@ -77,8 +77,9 @@ class OffloadConfig:
     the first directories of ``flash`` and are in memory while something works with them."""
 
     weights_memory: int | str | None = None
-    """Limit of the weights in memory, within ``memory``, if they rest on flash; ``None``: half of it.
-    With a model on a device: limit of those in device memory, and not ``None``."""
+    """Limit of the weights in memory, if they rest on flash; ``None``: a part of ``memory``, found once a
+    step is known. With a model on a device it is that of the weights in device memory; ``None``: a part
+    of what a step leaves there."""
 
     device: str | None = None
     """With weights that rest on flash: device on which the session works with a model that is on the

@@ -125,8 +125,8 @@ class OffloadedGradient(Tensor):
         found = self._source()
         if found is None:
             raise ClosedError(
-                f"the gradient of parameter {self.place.param} was on flash, and its optimizer is gone;"
-                " set it to None, or keep the optimizer"
+                f"the gradient of parameter {self.place.param} was not in memory, and its optimizer is"
+                " gone; set it to None, or keep the optimizer"
             )
         return found
 

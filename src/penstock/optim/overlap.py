@@ -27,8 +27,8 @@ layers computed. ``step`` updates the other tiles and waits.
     elements, and few may be other than zero.
 
 [Note: gradients that are used up]
-    With a budget for gradients, or if the weight has a home on flash, a gradient is freed as soon as all
-    tiles of its parameter are updated. Until ``step`` has ended, a gradient without memory stands for it,
+    With a budget for gradients, or if the weight has a home on flash and is not averaged later, a
+    gradient is freed as soon as all tiles of its parameter are updated. Until ``step`` has ended, a gradient without memory stands for it,
     and whoever uses that gets an error: clipping would have no effect. Backward waits while gradients
     beyond the budget wait for their tiles.
 """
@@ -95,6 +95,9 @@ class Overlap:
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
         # what stands for gradients that were used up, by parameter
         self._freed: dict[int, OffloadedGradient] = {}
+        self._freeable: set[int] = (
+            set()
+        )  # parameters whose gradients are freed when they are used up
         self._norms: dict[int, Tensor] = {}  # of gradients that will be used up
         # parameters whose gradients are averaged and then reported
         self._followed: set[int] = set()
@@ -291,8 +294,10 @@ class Overlap:
                 self._averaged[param.index] = grad
         step.grads[param.index] = grad
         step.ready[param.index] = ready_event(param.local.device)
-        if self._states.config.clip_norm is not None and self._frees_gradient(param):
-            self._norms[param.index] = torch.linalg.vector_norm(grad)
+        if self._frees_gradient(param):
+            self._freeable.add(param.index)
+            if self._states.config.clip_norm is not None:
+                self._norms[param.index] = torch.linalg.vector_norm(grad)
         param.note_change()
         for tile in self._tiles_of.get(param.index, ()):
             self._missing[tile.index] -= 1
@@ -397,7 +402,7 @@ class Overlap:
     def _use_up(self, param: Param, step: UpdatePass) -> None:
         """Count an updated tile of a parameter; free its gradient after the last one."""
         index, tensor = param.index, param.tensor
-        if index not in self._used or not self._frees_gradient(param):
+        if index not in self._used or index not in self._freeable:
             return
         self._left[index] -= 1
         grad, version, _ = self._used[index]
@@ -415,8 +420,8 @@ class Overlap:
         """Raise ConfigError: the values are gone."""
         raise ConfigError(
             f"the gradient of parameter {self._states.params[place.param].name} is gone: overlap=True has"
-            " updated the parameter in backward, and freed it; use clip_norm=... for clipping, tell how"
-            " many backwards make a step by accumulation=..., or leave overlap out"
+            " updated the parameter in backward, and freed it; use clip_norm=... for clipping, no"
+            " GradScaler, tell how many backwards make a step by accumulation=..., or leave overlap out"
         )
 
     def changed(self, place: GradientPlace, real: Tensor) -> None:
@@ -500,14 +505,19 @@ class Overlap:
         self._missing.clear()
         self._futures.clear()
         self._left.clear()
+        self.forget_freed()
+        self._freeable.clear()
+        self._norms.clear()
+        self._averaged.clear()
+        self._failure = None
+
+    def forget_freed(self) -> None:
+        """Take away what stands for gradients that were used up, when no thread is at work on them."""
         for index, stand_in in self._freed.items():
             param = self._states.params[index].tensor
             if gradient_here(param) is stand_in:
                 param.grad = None
         self._freed.clear()
-        self._norms.clear()
-        self._averaged.clear()
-        self._failure = None
 
     def _read_ahead(self) -> None:
         """Tiles will be visited as in the last pass; in the first, from the last layer on."""

@@ -66,6 +66,9 @@ class BackwardUpdates(Protocol):
     def close(self) -> None:
         """Stop listening."""
 
+    def forget_freed(self) -> None:
+        """Take away what stands for gradients that were used up, when no thread is at work on them."""
+
 
 class FlashStates:
     """States of one optimizer.
@@ -608,6 +611,8 @@ class FlashStates:
             return  # threads and transfers are the parent's
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        if self.overlap is not None:
+            self.overlap.forget_freed()
         self.holds.end()
         if self._pipeline is not None:
             self._pipeline.close()

@@ -86,6 +86,9 @@ class Allocated(NamedTuple):
 class Allowance(Protocol):
     """Finds the limit of an account of saved tensors."""
 
+    def begin_again(self) -> int:
+        """Return the limit in bytes, before the first pass, when weights have left memory."""
+
     def look(self) -> None:
         """Measure at this moment of an observed pass."""
 
@@ -199,6 +202,7 @@ class FoundAllowance:
         self._account = account
         self._recorder = recorder
         self.device = device
+        self._parts = parts
         account.limit_bytes = self._found(parts)
 
     def look(self) -> None:
@@ -206,9 +210,9 @@ class FoundAllowance:
         self._remainder.look()
 
     def begin_again(self) -> int:
-        """Return the limit in bytes when the program has freed memory that it does not take again."""
+        """Return the limit in bytes, before the first pass, when weights have left memory."""
         self._remainder.begin_again()
-        return self._found()
+        return self._found(self._parts)
 
     def settle(self) -> int:
         """Return the limit in bytes, after an observed pass."""
@@ -303,7 +307,7 @@ class SharedAllowance:
             process: Finds the parent's limit; None: it is given.
         """
         assert account.parent is not None
-        self._is_settled = self._is_divided = False
+        self._is_settled = self._is_divided = self._has_begun = False
         self._account, self._parent = account, account.parent
         self._own_limit_bytes = limit_bytes
         self._process = process
@@ -319,6 +323,7 @@ class SharedAllowance:
 
     def begin_again(self) -> int:
         """Return the limit in bytes when that of the parent was found anew, before the first pass."""
+        self._has_begun = True
         return self._left()
 
     def look(self) -> None:
@@ -393,6 +398,9 @@ class SharedAllowance:
         first = self._first
         assert first is not None
         limit_bytes = first.account.limit_bytes + nbytes
+        if self._process is not None and not self._has_begun:  # weights are about to leave memory
+            first.account.limit_bytes = limit_bytes
+            return True
         if limit_bytes > self._parent.limit_bytes - self._other_bytes - LEAST_SHARE_BYTES:
             return False
         first.account.limit_bytes = limit_bytes

@@ -204,6 +204,10 @@ class WeightStreamer:
         """Least limit: the two longest weights."""
         return sum(sorted(stay.home.nbytes for stay in self._table.stays)[-2:])
 
+    def check_limit(self) -> None:
+        """Raise BudgetError if the two longest weights do not fit in their limit."""
+        self._table.check_sizes([(stay.home.nbytes, stay.home.name) for stay in self._table.stays])
+
     @property
     def present_bytes(self) -> int:
         """Bytes of weights that are in memory."""
