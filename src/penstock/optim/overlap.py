@@ -28,9 +28,9 @@ layers computed. ``step`` updates the other tiles and waits.
 
 [Note: gradients that are used up]
     With a budget for gradients, or if the weight has a home on flash and is not averaged later, a
-    gradient is freed as soon as all tiles of its parameter are updated. Until ``step`` has ended, a gradient without memory stands for it,
-    and whoever uses that gets an error: clipping would have no effect. Backward waits while gradients
-    beyond the budget wait for their tiles.
+    gradient is freed as soon as all tiles of its parameter are updated. Until ``step`` has ended, a
+    gradient without memory stands for it, and whoever uses that gets an error: clipping would have no
+    effect. Backward waits while gradients beyond the budget wait for their tiles.
 """
 
 from __future__ import annotations
