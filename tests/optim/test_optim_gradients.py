@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 import torch
@@ -321,6 +321,9 @@ def test_an_optimizer_that_is_closed_takes_along_what_stands_for_gradients(small
     backward(model, 0)
     for future in list(a._penstock.overlap._futures.values()):
         future.result(10)
+    other = FlashAdamW(model.parameters(), gradient_memory=0, **small)
+    with closing(other), pytest.raises(ConfigError, match="is gone: overlap=True"):
+        other.step()
     a.close()
     assert all(p.grad is None for p in model.parameters())
     backward(model, 1)

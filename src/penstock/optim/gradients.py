@@ -336,6 +336,8 @@ class Gradients:
         for piece in tile.pieces:
             grad = grads.get(piece.param)
             if isinstance(grad, OffloadedGradient) and grad.place.real is None:
+                if not grad.place.tickets:  # another optimizer has used it up
+                    grad.source.bring(grad.place)
                 begun[piece.param] = self._spill.begin_read(grad.place.tickets, piece)
         return begun
 
