@@ -380,7 +380,7 @@ class Session:
         limit = host_account().limit_bytes // 2  # until saved tensors share with them
         if self.config.weights_memory is not None:
             limit = int(self.config.weights_memory)
-        parent = host_account() if self._device.type == "cpu" else self._device_memory
+        parent = self._memory_of(self._device)
         account = Account(limit, name=WEIGHTS, parent=parent, owner=WEIGHTS)
         self._accounts.append(account)
         self._weights_account = account
@@ -420,14 +420,13 @@ class Session:
         if device.type != "cuda":
             raise ConfigError(f"weights='flash' is for models on the CPU or on CUDA, not {device}")
         if self._device_memory is not None and self._device_memory.limit_bytes >= UNLIMITED:
-            finds_none = self.config.policy == "keep" or self._given is not None
             raise ConfigError(
                 f"weights='flash' with a model on {device} needs weights_memory, the limit of its weights"
                 " in device memory: "
                 + (
-                    "with policy='keep', or a plan of your own, limits are not found"
-                    if finds_none
-                    else "torch does not tell how much there is"
+                    "torch does not tell how much there is"
+                    if self._may_find_limits
+                    else "with policy='keep', or a plan of your own, limits are not found"
                 )
             )
         from penstock.runtime.cuda.direct import DirectMover  # noqa: PLC0415  (few runs need it)
@@ -444,6 +443,12 @@ class Session:
         """True if weights on a device rest on flash."""
         return self._weights is not None and self._device.type != "cpu"
 
+    def _memory_of(self, device: torch.device) -> Account | None:
+        """Return the account that weights and saved tensors of a device share; None: each has its own."""
+        if device.type == "cpu":
+            return host_account()
+        return self._device_memory if device == self._device else None
+
     def _account(self, device: torch.device) -> Account:
         """Return an empty account of a device's memory, named ``device`` for the session's own."""
         name = "device" if device == self._device else f"device {device}"
@@ -451,11 +456,7 @@ class Session:
             self.config.device_bytes,
             name=name,
             on_change=partial(self.recorder.level, name),
-            parent=host_account()
-            if device.type == "cpu"
-            else self._device_memory
-            if device == self._device
-            else None,
+            parent=self._memory_of(device),
             owner=SAVED_TENSORS,
         )
         self._accounts.append(made)
@@ -512,7 +513,7 @@ class Session:
     def _allowance(self, device: torch.device, budget: Account) -> Allowance | None:
         """Limit a device's budget to its free memory, unless the user has set the budget."""
         assert self._stores is not None
-        if self.config.policy == "keep" or self._given is not None:
+        if not self._may_find_limits:
             return None
         if device == self._device and self._device_memory is not None:
             found = self._stores.allowance(device, self._device_memory, parts=1)
@@ -525,8 +526,12 @@ class Session:
     @property
     def _finds_limits(self) -> bool:
         config = self.config
-        is_given = config.device_memory is not None or self._given is not None
-        return config.has_tier and not is_given and config.policy != "keep"
+        return config.has_tier and config.device_memory is None and self._may_find_limits
+
+    @property
+    def _may_find_limits(self) -> bool:
+        """False if tensors are moved as the user says, or not at all."""
+        return self._given is None and self.config.policy != "keep"
 
     def _planner_settings(self, device: torch.device, budget: Account) -> PlannerSettings:
         """Return the settings for one device, with the capacity and bandwidth of all tiers."""

@@ -95,9 +95,8 @@ class Overlap:
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
         # what stands for gradients that were used up, by parameter
         self._freed: dict[int, OffloadedGradient] = {}
-        self._freeable: set[int] = (
-            set()
-        )  # parameters whose gradients are freed when they are used up
+        # parameters whose gradients are freed when they are used up
+        self._freeable: set[int] = set()
         self._norms: dict[int, Tensor] = {}  # of gradients that will be used up
         # parameters whose gradients are averaged and then reported
         self._followed: set[int] = set()
