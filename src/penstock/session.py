@@ -58,6 +58,7 @@ from penstock.runtime.stores import Stores, check_device_codec, ranks_on_flash
 from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
 from penstock.store.engine import share_flash
+from penstock.vector_math import look_up_kernels
 
 if TYPE_CHECKING:
     from penstock.observe.job_summary import JobSummary
@@ -199,6 +200,7 @@ class Session:
             )
         self._state = "open"
         try:
+            look_up_kernels()
             self._open()
             self._attach()
             self._look_at_memory()

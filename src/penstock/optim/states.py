@@ -43,6 +43,7 @@ from penstock.optim.store import RecordStore
 from penstock.optim.update import UpdatePass, Updater
 from penstock.staging import copy_across, ready_event
 from penstock.store.engine import shared_engine
+from penstock.vector_math import look_up_kernels
 
 _THREADS: Final = 2
 
@@ -88,6 +89,7 @@ class FlashStates:
 
     def __init__(self, source: ProbedOptimizer) -> None:
         """Begin without any group."""
+        look_up_kernels()
         self.config = config = source.config
         self.groups = Groups(source)
         self.params = self.groups.params
