@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from penstock.runtime.rank_store import RankStore
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
+    from penstock.weights.brought import BroughtMemory
     from penstock.weights.relocation import Relocation
     from penstock.weights.streamer import RestModel, WeightStreamer
 
@@ -393,7 +394,8 @@ class Session:
         Raises:
             ConfigError: They cannot, on this device or with these settings.
         """
-        from penstock.weights.homes import WeightFiles  # noqa: PLC0415  (few runs need these)
+        from penstock.weights.brought import HostMemory  # noqa: PLC0415  (few runs need these)
+        from penstock.weights.homes import WeightFiles  # noqa: PLC0415
         from penstock.weights.model import rest_weights  # noqa: PLC0415
         from penstock.weights.streamer import WeightStreamer  # noqa: PLC0415
 
@@ -401,18 +403,21 @@ class Session:
         mover = None if is_host else self._mover_of_weights()
         account = self._weights_account
         assert account is not None
-        files, memory = WeightFiles(config.directories), None
+        files = WeightFiles(config.directories)
+        memory: BroughtMemory
         rest: RestModel = partial(rest_weights, files=files, floor_bytes=config.floor_bytes)
-        if mover is not None:
+        if mover is None:
+            memory = HostMemory(account, may_grow=config.weights_memory is None)
+        else:
             from penstock.weights.device import DeviceMemory, resting_on  # noqa: PLC0415
 
             memory = DeviceMemory(mover, account, self._device)
             rest = resting_on(self._device, files, config.floor_bytes)
-        if mover is not None and config.device is not None:
-            from penstock.weights.relocation import Relocation  # noqa: PLC0415
+            if config.device is not None:
+                from penstock.weights.relocation import Relocation  # noqa: PLC0415
 
-            self._relocation = Relocation(self._device, files, config.floor_bytes)
-            rest = self._relocation.rest
+                self._relocation = Relocation(self._device, files, config.floor_bytes)
+                rest = self._relocation.rest
         self._weights = WeightStreamer(rest, account=account, memory=memory)
 
     def _mover_of_weights(self) -> CudaMover:

@@ -9,11 +9,12 @@ import torch
 import penstock
 from offload_runs import session_in
 from penstock import ConfigError
-from penstock.core.memory import ProcessMemory
+from penstock.core.memory import ProcessMemory, UsableMemory
 from penstock.core.units import MIB
 from penstock.io.mapping import PAGE_BYTES
 from penstock.observe.events import StallCause
 from penstock.plan.machine import Machine
+from penstock.runtime import memory_limit
 from penstock.runtime.memory_division import MemoryDivision
 from penstock.runtime.memory_limit import MemoryLimit
 from penstock.store.account import host_account
@@ -234,6 +235,27 @@ def test_weights_that_were_in_memory_count_as_free_when_they_rest(disk_path):
     with penstock.offload(model, memory="60%", weights="flash", flash=str(disk_path)) as session:
         assert session._memory._found.other_bytes < before - 40 * MIB
         assert session.planner._limit_bytes == session.budget.limit_bytes
+
+
+def test_a_model_that_leaves_no_memory_has_what_it_frees_when_it_rests(disk_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_RESTORE_INTO", "arena")
+    plain, model = (
+        built(lambda: Chain(depth=16, width=2 * WIDTH)) for _ in range(2)
+    )  # 64 MiB each
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    x = torch.ones(1, 2 * WIDTH)
+    expected = [train_step(plain, optimizer, x) for _ in range(2)]
+    held = []
+
+    def less_than_is_held(request, own, **_):
+        held.append(own)
+        return UsableMemory((held[0] - 8 * MIB) * 16 // 15, "a test")  # a sixteenth is left free
+
+    monkeypatch.setattr(memory_limit, "usable_memory", less_than_is_held)
+    with penstock.offload(model, memory="auto", weights="flash", flash=str(disk_path)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        assert [train_step(model, optimizer, x) for _ in range(2)] == expected
+        assert host_account().holdings()["weights"].peak_bytes > 16 * MIB
 
 
 def test_a_session_that_is_interrupted_when_it_is_nearly_open_is_closed(disk_path, monkeypatch):

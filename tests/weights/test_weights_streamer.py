@@ -19,6 +19,7 @@ from test_weights_faults import failing
 from penstock.core.errors import PenstockWarning, TransferError
 from penstock.homed import home_of
 from penstock.store.account import Account
+from penstock.weights.brought import HostMemory
 from penstock.weights.homes import WeightFiles
 from penstock.weights.model import rest_weights
 from penstock.weights.resting import RestingParameter
@@ -45,7 +46,7 @@ class Streaming(RuleBasedStateMachine):
         def rest(model, check):
             return rest_weights(model, check, files=files, floor_bytes=1)
 
-        self.streamer = WeightStreamer(rest, account=self.account)
+        self.streamer = WeightStreamer(rest, account=self.account, memory=HostMemory(self.account))
         self.streamer.add(self.model)
         self.homes = [home_of(layer.weight) for layer in self.model.layers]
         self.entered = []

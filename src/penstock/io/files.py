@@ -12,7 +12,9 @@ import fcntl
 import os
 import secrets
 import struct
+import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
@@ -86,8 +88,9 @@ class DirectFile:
         how = f"direct, granule {self.granule_bytes}" if self.direct else "buffered"
         return f"DirectFile({self.path!r}, {how}{', closed' if self._fd < 0 else ''})"
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # then the system closes it, and globals may be gone
+            self.close()
 
     @property
     def fd(self) -> int:

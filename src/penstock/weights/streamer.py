@@ -25,7 +25,7 @@ from penstock.homed import is_sharded, paused_holders
 from penstock.io.engine import Priority
 from penstock.store.account import Account
 from penstock.weights.access import WeightKeeper
-from penstock.weights.brought import BroughtMemory, HostMemory
+from penstock.weights.brought import BroughtMemory
 from penstock.weights.compiled import CompiledCall, compiled_in_place, is_compiled
 from penstock.weights.eviction import WeightEviction
 from penstock.weights.fsdp import is_exchanged
@@ -54,18 +54,18 @@ class WeightStreamer:
         rest: RestModel,
         *,
         account: Account,
-        memory: BroughtMemory | None = None,
+        memory: BroughtMemory,
     ) -> None:
         """Take charge of nothing yet; see ``add``.
 
         Args:
             rest: Lets the weights of a model rest.
             account: Account of the weights in memory, whose limit the streamer keeps.
-            memory: Where weights are brought to, charged to ``account``; None: host memory.
+            memory: Where weights are brought to, charged to ``account``.
         """
         self._rest = rest
         self.account = account
-        self._table = table = WeightTable(account, memory or HostMemory(account))
+        self._table = table = WeightTable(account, memory)
         self._eviction = WeightEviction(table)
         self._reads = WeightReads(table, self._eviction)
         self._uses = ModuleUses(table)
