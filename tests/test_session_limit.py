@@ -208,7 +208,7 @@ def test_the_limit_follows_what_others_leave_on_the_machine(
         train(net, session=session)
         before = host_account().limit_bytes
         monkeypatch.setattr(core_memory, "memory_sizes", lambda: {"MemTotal": total - 128 * MIB})
-        session._memory._next_look_ns = 0  # a second later
+        session._accounts.process._next_look_ns = 0  # a second later
         session.step()
         assert before - host_account().limit_bytes >= 100 * MIB
 

@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -31,8 +30,8 @@ from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.boundaries import task_id
 from penstock.hooks.saved_tensors import SavedTensorHooks
-from penstock.observe.clients import WEIGHTS, close_account, open_account
-from penstock.observe.counters import REFUSED, SAVED_TENSORS, SESSION
+from penstock.observe.clients import close_account, open_account
+from penstock.observe.counters import REFUSED, SESSION
 from penstock.observe.events import StallCause
 from penstock.observe.recorder import Recorder
 from penstock.observe.suggestion import Suggestion
@@ -41,9 +40,7 @@ from penstock.plan.plan import INFEASIBLE, TIGHT, Action, Plan
 from penstock.plan.profile import Profile
 from penstock.runtime import user_plan
 from penstock.runtime.allowance import (
-    Allowance,
     DeviceAllowance,
-    FirstServed,
     FoundAllowance,
 )
 from penstock.runtime.compute_time import ComputeTime
@@ -51,9 +48,9 @@ from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
 from penstock.runtime.inspection import SessionState, tier_state
 from penstock.runtime.loader_demand import LoaderReads, Loaders
-from penstock.runtime.memory_limit import MemoryLimit
 from penstock.runtime.planner import Planner, PlannerSettings
 from penstock.runtime.probe import Meeting
+from penstock.runtime.session_accounts import SessionAccounts
 from penstock.runtime.stores import Stores, check_device_codec, ranks_on_flash
 from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
@@ -65,15 +62,13 @@ if TYPE_CHECKING:
     from penstock.observe.log import EventLog
     from penstock.observe.rss import RssSampler
     from penstock.observe.summary import RunFacts, Summary
-    from penstock.runtime.cuda.mover import CudaMover
     from penstock.runtime.holdings import HoldingsSample
     from penstock.runtime.memory_division import MemoryDivision
     from penstock.runtime.rank_store import RankStore
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
-    from penstock.weights.brought import BroughtMemory
     from penstock.weights.relocation import Relocation
-    from penstock.weights.streamer import RestModel, WeightStreamer
+    from penstock.weights.streamer import WeightStreamer
 
 _numbers = itertools.count()
 """Numbers of the sessions of this process."""
@@ -134,10 +129,7 @@ class Session:
         self._in_block = False
         self._steps = 0
         self._stores: Stores | None = None
-        self._memory: MemoryLimit | None = None
-        self._accounts: list[Account] = []
-        self._device_memory: Account | None = None
-        self._weights_account: Account | None = None
+        self._accounts: SessionAccounts | None = None
         self._weights: WeightStreamer | None = None
         self._relocation: Relocation | None = None
         self._loaders = Loaders()
@@ -146,12 +138,9 @@ class Session:
         self._holdings: HoldingsSample | None = None
         self._suggested: tuple[Profile | None, Suggestion | None] = (None, None)
         self._device = _device_named(config.device) if config.device else _device_of(model)
-        has_limit = config.weights_memory is not None or config.memory is not None
-        if config.weights != "keep" and self._device.type == "cpu" and not has_limit:
-            raise ConfigError(
-                "weights='flash' needs a limit of the weights in memory: weights_memory, or memory, of"
-                " which they get most"
-            )
+        if config.weights != "keep":
+            has_limit = config.weights_memory is not None or config.memory is not None
+            _check_weights(self._device, has_limit=has_limit)
         self._rank = rank()
         self._number = 0
         self._ranks: RankStore | None = None
@@ -280,17 +269,19 @@ class Session:
         if config.flash_by_rank:
             share_flash(ranks_on_flash(config))
         open_account(self.recorder, self._waiting)
-        self._memory = MemoryLimit(config, self.recorder)
-        self.config = config = self._memory.configure(config, kind)
-        rests = config.weights != "keep"
-        if rests and kind != "cpu" and config.weights_memory is None:
-            self._device_memory = Account(name="device memory")
-        self.budget = self._account(self._device)
-        if rests:
-            self._open_weights_account()
-        if rests and kind == "cpu":  # before all that shares host memory with them
+        accounts = self._accounts = SessionAccounts(
+            config,
+            self._device,
+            self.recorder,
+            has_plan=self._given is not None,
+            needs=lambda: self._weights,
+            division=self._division,
+        )
+        self.config = config = accounts.open()
+        self.budget = accounts.saved_tensors(self._device)
+        if accounts.weights is not None and kind == "cpu":  # before all that shares host memory
             self._open_weights()
-        allowance = self._shared_allowance(self._device, self.budget)
+        allowance = accounts.shared_allowance(self._device, self.budget)
         stores = self._stores = Stores(
             config,
             budget=self.budget,
@@ -298,7 +289,7 @@ class Session:
             device=self._device,
             wrap_tier=self.wrap_tier,
         )
-        allowance = allowance or self._allowance(self._device, self.budget)
+        allowance = allowance or accounts.device_allowance(self._device, self.budget, stores)
         self._mover = stores.mover
         if self._machine is None:
             meeting = self._local_ranks()
@@ -315,7 +306,7 @@ class Session:
             open_codecs=self._open_codecs,
         )
         self.budget.yield_by(self.executor.give_way)
-        self.executor.time.watch.append(self._memory.look)
+        self.executor.time.watch.append(accounts.process.look)
         self.devices = Devices(self._device, self.executor, self._open_other)
         stores.mover.account(self.devices.budget_of)
         self.planner = self._make_planner(
@@ -330,7 +321,7 @@ class Session:
             open_codecs=self._open_codecs,
         )
         self.devices.plan_by(self.planner)
-        if rests and kind != "cpu":  # with the mover
+        if accounts.weights is not None and kind != "cpu":  # with the mover
             self._open_weights()
 
     def _waiting(self, cause: StallCause, name: str) -> AbstractContextManager[None]:
@@ -378,133 +369,26 @@ class Session:
             )
         self._rank_notes = (note,)
 
-    def _open_weights_account(self) -> None:
-        """Make the account of the weights in memory; their limit is found if it was not given."""
-        limit = host_account().limit_bytes // 2  # until saved tensors share with them
-        if self.config.weights_memory is not None:
-            limit = int(self.config.weights_memory)
-        parent = self._memory_of(self._device)
-        account = Account(limit, name=WEIGHTS, parent=parent, owner=WEIGHTS)
-        self._accounts.append(account)
-        self._weights_account = account
-
     def _open_weights(self) -> None:
-        """Let the weights of models rest on flash from now on.
+        """Let the weights of models rest on flash from now on. Raises ConfigError if they cannot here."""
+        from penstock.weights.opening import open_device_weights, open_weights  # noqa: PLC0415
 
-        Raises:
-            ConfigError: They cannot, on this device or with these settings.
-        """
-        from penstock.weights.brought import HostMemory  # noqa: PLC0415  (few runs need these)
-        from penstock.weights.homes import WeightFiles  # noqa: PLC0415
-        from penstock.weights.model import rest_weights  # noqa: PLC0415
-        from penstock.weights.streamer import WeightStreamer  # noqa: PLC0415
-
-        config, is_host = self.config, self._device.type == "cpu"
-        mover = None if is_host else self._mover_of_weights()
-        account = self._weights_account
+        stores = self._stores
+        assert self._accounts is not None
+        account = self._accounts.weights
         assert account is not None
-        files = WeightFiles(config.directories)
-        memory: BroughtMemory
-        rest: RestModel = partial(rest_weights, files=files, floor_bytes=config.floor_bytes)
-        if mover is None:
-            memory = HostMemory(account, may_grow=config.weights_memory is None)
+        if self._device.type == "cpu":
+            self._weights = open_weights(self.config, account)
         else:
-            from penstock.weights.device import DeviceMemory, resting_on  # noqa: PLC0415
-
-            memory = DeviceMemory(mover, account, self._device)
-            rest = resting_on(self._device, files, config.floor_bytes)
-            if config.device is not None:
-                from penstock.weights.relocation import Relocation  # noqa: PLC0415
-
-                self._relocation = Relocation(self._device, files, config.floor_bytes)
-                rest = self._relocation.rest
-        self._weights = WeightStreamer(rest, account=account, memory=memory)
-
-    def _mover_of_weights(self) -> CudaMover:
-        """Return what brings weights to a device. Raises ConfigError for what is not supported there."""
-        device, stores = self._device, self._stores
-        assert stores is not None
-        if device.type != "cuda":
-            raise ConfigError(f"weights='flash' is for models on the CPU or on CUDA, not {device}")
-        if self._device_memory is not None and self._device_memory.limit_bytes >= UNLIMITED:
-            raise ConfigError(
-                f"weights='flash' with a model on {device} needs weights_memory, the limit of its weights"
-                " in device memory: "
-                + (
-                    "torch does not tell how much there is"
-                    if self._may_find_limits
-                    else "with policy='keep', or a plan of your own, limits are not found"
-                )
+            assert stores is not None
+            self._weights, self._relocation = open_device_weights(
+                self.config, account, self._device, stores.mover
             )
-        from penstock.runtime.cuda.direct import DirectMover  # noqa: PLC0415  (few runs need it)
-
-        if isinstance(stores.mover, DirectMover):
-            raise ConfigError(
-                "weights='flash' brings weights to a device through host memory, and this session has"
-                " none as flash is GPU-direct: set PENSTOCK_GPU_DIRECT=off"
-            )
-        return cast("CudaMover", stores.mover)
 
     @property
     def streams_device_weights(self) -> bool:
         """True if weights on a device rest on flash."""
         return self._weights is not None and self._device.type != "cpu"
-
-    def _memory_of(self, device: torch.device) -> Account | None:
-        """Return the account that weights and saved tensors of a device share; None: each has its own."""
-        if device.type == "cpu":
-            return host_account()
-        return self._device_memory if device == self._device else None
-
-    def _account(self, device: torch.device) -> Account:
-        """Return an empty account of a device's memory, named ``device`` for the session's own."""
-        name = "device" if device == self._device else f"device {device}"
-        made = Account(
-            self.config.device_bytes,
-            name=name,
-            on_change=partial(self.recorder.level, name),
-            parent=self._memory_of(device),
-            owner=SAVED_TENSORS,
-        )
-        self._accounts.append(made)
-        return made
-
-    def _shared_allowance(self, device: torch.device, budget: Account) -> Allowance | None:
-        """Limit saved tensors in host memory to what others leave of ``memory``, if that is set."""
-        assert self._memory is not None
-        if device.type != "cpu":
-            return None
-        return self._memory.share(
-            budget,
-            budget.limit_bytes,
-            reserved_bytes=self.config.host_bytes,
-            first=self._first_served() if self._device.type == "cpu" else None,
-        )
-
-    def _first_served(self) -> FirstServed | None:
-        """Return the weights on flash, which share a memory with saved tensors; None without any."""
-        account = self._weights_account
-        if account is None:
-            return None
-
-        def known(value: Callable[[WeightStreamer], int], otherwise: int) -> Callable[[], int]:
-            return lambda: otherwise if self._weights is None else value(self._weights)
-
-        return FirstServed(
-            account,
-            known(lambda weights: weights.wanted_bytes, UNLIMITED),
-            adapts=self.config.weights_memory is None,
-            least_bytes=known(lambda weights: weights.least_bytes, 0),
-            divide=self._division().weights_bytes,
-        )
-
-    @property
-    def _divides_memory(self) -> bool:
-        """True if the session itself divides memory between weights and saved tensors."""
-        config = self.config
-        is_shared = config.memory_request is not None or self._device_memory is not None
-        divides = is_shared and config.weights_memory is None
-        return divides and self._weights is not None and config.device_memory is None
 
     def _division(self) -> MemoryDivision:
         """Return how memory is divided between weights and saved tensors once a step is known."""
@@ -516,29 +400,6 @@ class Session:
             lambda profile: session_weights(self.modules, self.optimizers, profile.operators),
             self.recorder,
         )
-
-    def _allowance(self, device: torch.device, budget: Account) -> Allowance | None:
-        """Limit a device's budget to its free memory, unless the user has set the budget."""
-        assert self._stores is not None
-        if not self._may_find_limits:
-            return None
-        if device == self._device and self._device_memory is not None:
-            found = self._stores.allowance(device, self._device_memory, parts=1)
-            first = self._first_served()
-            if found is None or first is None:
-                return None  # for weights that is an error, see ``_mover_of_weights``
-            return DeviceAllowance(budget, found, first=first)
-        return self._stores.allowance(device, budget) if self._finds_limits else None
-
-    @property
-    def _finds_limits(self) -> bool:
-        config = self.config
-        return config.has_tier and config.device_memory is None and self._may_find_limits
-
-    @property
-    def _may_find_limits(self) -> bool:
-        """False if tensors are moved as the user says, or not at all."""
-        return self._given is None and self.config.policy != "keep"
 
     def _planner_settings(self, device: torch.device, budget: Account) -> PlannerSettings:
         """Return the settings for one device, with the capacity and bandwidth of all tiers."""
@@ -560,14 +421,17 @@ class Session:
 
     def _open_other(self, device: torch.device) -> tuple[Executor, Planner]:
         """Return executor and planner of a further device; see [Note: several devices]."""
-        assert self._stores is not None
-        budget, time = self._account(device), self.executor.time
-        allowance = self._shared_allowance(device, budget) or self._allowance(device, budget)
+        stores, accounts = self._stores, self._accounts
+        assert stores is not None
+        assert accounts is not None
+        budget, time = accounts.saved_tensors(device), self.executor.time
+        allowance = accounts.shared_allowance(device, budget)
+        allowance = allowance or accounts.device_allowance(device, budget, stores)
         if time.timer is not None:
             time.timer.see(device)
         executor = Executor(
             budget=budget,
-            tiers=self._stores.tiers,
+            tiers=stores.tiers,
             mover=self._mover,
             recorder=self.recorder,
             time=time,
@@ -585,9 +449,9 @@ class Session:
 
     def _codec(self) -> str:
         """Return the configured codec. Raises ConfigError if the device does not support it."""
-        assert self._memory is not None
+        assert self._accounts is not None
         codec = self.config.codec
-        if codec == "auto" and not self._memory.affords_codecs:
+        if codec == "auto" and not self._accounts.process.affords_codecs:
             return "none"
         if self._device.type != "cpu" and codec not in ("auto", "none"):
             check_device_codec(codec, self._device)
@@ -632,10 +496,10 @@ class Session:
         Raises:
             BudgetError: Two weights do not fit.
         """
-        assert self._memory is not None
+        assert self._accounts is not None
         if self._weights is None:
             return
-        self._memory.begin_again()
+        self._accounts.process.begin_again()
         if self.executor.allowance is not None:
             self.budget.limit_bytes = self.executor.allowance.begin_again()
             self.planner.limit(self.budget.limit_bytes)
@@ -657,10 +521,8 @@ class Session:
                 stack.callback(self.recorder.log.close)
             if self._rss is not None:
                 stack.callback(self._rss.stop)
-            if self._memory is not None:
-                stack.callback(self._memory.close)
-            for account in self._accounts:
-                stack.callback(account.close)
+            if self._accounts is not None:
+                stack.callback(self._accounts.close)
             if self._stores is not None:
                 stack.callback(self._stores.close)
             if self._relocation is not None:
@@ -701,8 +563,8 @@ class Session:
         if self._ranks is None:
             self._find_ranks()
         self._attachment.protected.refresh()
-        assert self._memory is not None
-        self._memory.end_step()
+        assert self._accounts is not None
+        self._accounts.process.end_step()
         if self.devices.end_step():
             self._attachment.follow()
         if self._weights is not None:  # after their limit is set
@@ -904,7 +766,7 @@ class Session:
             for decision in plan.decisions
         )
         suggestion = self._suggestion()
-        assert self._memory is not None
+        assert self._accounts is not None
         saved_bytes = sum(
             _saved_bytes(planner)
             for device, planner in self.devices.planners.items()
@@ -931,7 +793,7 @@ class Session:
             suggestion=suggestion,
             notes=self._notes(suggestion),
             warnings=(*self._attachment.notes, *self._plan_notes()),
-            host=self._memory.use(saved_bytes and saved_bytes + self._moved_bytes()),
+            host=self._accounts.process.use(saved_bytes and saved_bytes + self._moved_bytes()),
         )
 
     def _moved_bytes(self) -> int:
@@ -957,19 +819,20 @@ class Session:
 
     def _plan_notes(self) -> Iterator[str]:
         """Yield notes on plans, but none on a budget that was never exceeded, or that replays found."""
+        assert self._accounts is not None
         refused = self.recorder.snapshot().counted(REFUSED)
         for executor in self.devices.all.values():
             budget = executor.budget
             kept_it = not refused and budget.peak_bytes <= budget.limit_bytes
             for note in executor.orders.notes:
-                is_divided = note.startswith(TIGHT) and self._divides_memory
+                is_divided = note.startswith(TIGHT) and self._accounts.divides
                 if not (is_divided or (kept_it and note.startswith(INFEASIBLE))):
                     yield note if executor is self.executor else f"{budget.name}: {note}"
 
     def _notes(self, suggestion: Suggestion | None) -> tuple[str, ...]:
         """Return sentences on the budgets that were found, and advice on others."""
-        assert self._memory is not None
-        found = [*self._memory.notes, *self._rank_notes]
+        assert self._accounts is not None
+        found = [*self._accounts.process.notes, *self._rank_notes]
         if self._weights is not None:
             found.append(self._weights.note())
         allowances = (each.allowance for each in self.devices.all.values())
@@ -977,7 +840,7 @@ class Session:
             str(each) for each in allowances if isinstance(each, FoundAllowance | DeviceAllowance)
         ]
         if (
-            self._finds_limits
+            self._accounts.finds_limits
             and not self.executor.allowance
             and self.executor.time.timer is not None
         ):
@@ -1024,8 +887,8 @@ class Session:
             self._suggested = profile, found
         if found is None or self._device.type != "cpu":
             return found
-        assert self._memory is not None
-        return replace(found, is_host=True, others_bytes=self._memory.others_bytes)
+        assert self._accounts is not None
+        return replace(found, is_host=True, others_bytes=self._accounts.process.others_bytes)
 
     @property
     def _policy_name(self) -> str:
@@ -1063,6 +926,16 @@ def _check_kind(name: str, given: object, kind: type) -> None:
     if given is not None and not isinstance(given, kind):
         raise ConfigError(
             f"offload: {name} is a {type(given).__name__}, but must be of type {kind.__name__}"
+        )
+
+
+def _check_weights(device: torch.device, *, has_limit: bool) -> None:
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"weights='flash' is for models on the CPU or on CUDA, not {device}")
+    if device.type == "cpu" and not has_limit:
+        raise ConfigError(
+            "weights='flash' needs a limit of the weights in memory: weights_memory, or memory, of which"
+            " they get most"
         )
 
 

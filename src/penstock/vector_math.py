@@ -17,7 +17,7 @@ FUNCTIONS = (
     *("abs", "acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "exp", "expm1", "log", "log10"),
     *("log1p", "log2", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
 )
-"""What PyTorch computes with MKL's vector functions, of tensors of float32 and float64 on the CPU."""
+"""Functions that PyTorch computes with MKL, of tensors of float32 and float64 on the CPU."""
 
 
 @functools.cache

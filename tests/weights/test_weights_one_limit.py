@@ -233,7 +233,7 @@ def test_weights_that_were_in_memory_count_as_free_when_they_rest(disk_path):
     model = built(lambda: Chain(depth=16, width=2 * WIDTH))  # 64 MiB
     before = ProcessMemory().held_bytes()
     with penstock.offload(model, memory="60%", weights="flash", flash=str(disk_path)) as session:
-        assert session._memory._found.other_bytes < before - 40 * MIB
+        assert session._accounts.process._found.other_bytes < before - 40 * MIB
         assert session.planner._limit_bytes == session.budget.limit_bytes
 
 
