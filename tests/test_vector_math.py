@@ -5,6 +5,9 @@ one of five had other weights after its first step, by the first square root of 
 to see.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,3 +58,11 @@ def test_random_numbers_and_settings_stay_as_they_are():
         look_up_kernels()
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (torch.is_grad_enabled(), torch.get_default_dtype()) == before[1:]
+
+
+def test_these_are_the_functions_that_pytorch_computes_with_mkl():
+    header = Path(torch.__file__).parent / "include" / "ATen" / "cpu" / "vml.h"
+    if not header.exists():
+        pytest.skip("this build of PyTorch has no headers")
+    named = re.findall(r"^IMPLEMENT_VML_MKL\((\w+),", header.read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(FUNCTIONS)

@@ -186,11 +186,12 @@ def test_metrics_reach_tensorboard_from_a_loop(disk_path):
     needs("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = SMALL | {"device_memory": "512KiB"}  # so that writes end, however late they come
     with (
         SummaryWriter(disk_path / "events") as writer,
-        penstock.offload(model, optimizer, flash=disk_path, **SMALL) as session,
+        penstock.offload(model, optimizer, flash=disk_path, **settings) as session,
     ):
         for step, inputs in enumerate(torch.randn(3, 128, 256)):
             model(inputs).square().mean().backward()

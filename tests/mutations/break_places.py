@@ -130,11 +130,13 @@ def break_all(tree: Path, places: Sequence[Place], jobs: int, *, every: bool) ->
             place, change = task[0]
             text = said or "no end"  # what limits the time of tests ends the process
             good = text.startswith(("failed: ", "no end", "died of"))
-            verdict = "caught" if good else "ERROR" if text.startswith("error") else "SURVIVED"
+            is_error = text.startswith("error")
+            survives = "SURVIVED" if is_second else "AGAIN"
+            verdict = "caught" if good else "ERROR" if is_error else survives
             late = " (at the second try: its tests depend on time)" if good and is_second else ""
             print(f"{verdict:10}{place.name} ({change.path}){late}\n          {text}", flush=True)
             caught += good
-            survived += [] if good else [task]
+            survived += [] if good or is_error else [task]
         tasks = survived
     wrong = len(places) - caught
     print(f"{len(places)} places: {caught} caught, {wrong} not; {time.monotonic() - began:.0f} s")

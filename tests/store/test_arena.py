@@ -323,9 +323,9 @@ def test_moved_pages_are_for_direct_transfers_as_any_other(tmp_path):
     assert content(wide) == {7}
 
 
-def test_a_large_arena_moves_nothing(monkeypatch):
+def test_an_arena_with_many_resident_pages_moves_nothing(monkeypatch):
     """Each moved page may be a mapping of its own, and a process may have only so many."""
-    monkeypatch.setattr("penstock.store.arena._MAX_PAGES_TO_MOVE", 7)
+    monkeypatch.setattr("penstock.store.arena._MAX_PAGES_TO_MOVE", 3)
     monkeypatch.setattr(Mapping, "move_page", lambda *_: pytest.fail("moved"))
     arena = Arena(16 * MIB, account=Account(8 * MIB))
     blocks = [arena.allocate(2 * MIB) for _ in range(4)]

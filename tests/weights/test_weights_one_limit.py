@@ -242,19 +242,26 @@ def test_a_model_that_leaves_no_memory_has_what_it_frees_when_it_rests(disk_path
     plain, model = (
         built(lambda: Chain(depth=16, width=2 * WIDTH)) for _ in range(2)
     )  # 64 MiB each
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
-    x = torch.ones(1, 2 * WIDTH)
-    expected = [train_step(plain, optimizer, x) for _ in range(2)]
-    held = []
+    x = torch.ones(768, 2 * WIDTH)  # a saved tensor is 3 MiB
+
+    def train(model):
+        """Three steps of the first layer: all that is saved for it is needed, and no more gradients."""
+        model.requires_grad_(False).layers[0].requires_grad_(True)
+        optimizer = torch.optim.SGD(model.layers[0].parameters(), lr=0.05)
+        return [train_step(model, optimizer, x) for _ in range(3)]
+
+    expected, held = train(plain), []
 
     def less_than_is_held(request, own, **_):
         held.append(own)
         return UsableMemory((held[0] - 8 * MIB) * 16 // 15, "a test")  # a sixteenth is left free
 
     monkeypatch.setattr(memory_limit, "usable_memory", less_than_is_held)
-    with penstock.offload(model, memory="auto", weights="flash", flash=str(disk_path)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        assert [train_step(model, optimizer, x) for _ in range(2)] == expected
+    settings = {"memory": "auto", "weights": "flash", "flash": str(disk_path), "policy": "all"}
+    with penstock.offload(model, **settings) as session:
+        assert session.budget.limit_bytes < 30 * MIB
+        assert train(model) == expected
+        assert session.recorder.snapshot().counted("budget.overflow") == 0
         assert host_account().holdings()["weights"].peak_bytes > 16 * MIB
 
 

@@ -89,7 +89,7 @@ class DirectFile:
         return f"DirectFile({self.path!r}, {how}{', closed' if self._fd < 0 else ''})"
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # then the system closes it, and globals may be gone
+        if not is_finalizing():  # at exit the system closes it, and globals may be gone
             self.close()
 
     @property

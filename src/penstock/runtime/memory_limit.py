@@ -172,6 +172,11 @@ class MemoryLimit:
             self._account.limit_bytes = limit_bytes
 
     @property
+    def found_bytes(self) -> int:
+        """Most that the limit may be when it is found anew; 0 if it was given, or there is none."""
+        return 0 if self._found is None else self._found.usable_bytes
+
+    @property
     def others_bytes(self) -> int:
         """Sum of the peaks of what other parts hold beside saved tensors, while the program trains."""
         rows = self._account.holdings().items()

@@ -59,23 +59,17 @@ def page_slack_bytes(device_bytes: int) -> int:
     return min(most, device_bytes // PAGE_SLACK_SHARE)
 
 
-def memory_for(budget: Account, owner: str, *, may_grow: bool = False) -> Pool:
+def memory_for(budget: Account, owner: str) -> Pool:
     """Return a pool for host memory that comes back from tiers, in an arena or in the heap.
 
-    An arena is charged to ``budget`` page by page, as it is first touched. Its address space is twice the
-    budget, so that fragmentation costs addresses and not memory.
-
-    Args:
-        budget: Account that it is charged to.
-        owner: Name of its charges there.
-        may_grow: True if the limit of ``budget`` is found anew later: the address space is then as large
-            as the machine's memory.
+    An arena is charged to ``budget`` page by page, as it is first touched. Its address space is twice
+    what the budget may reach, so that fragmentation costs addresses and not memory.
     """
     if heap_is_better():
         return Heap(account=budget, owner=owner)
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    capacity_bytes = physical if may_grow else min(2 * budget.limit_bytes, physical)
-    return Arena(capacity_bytes, account=budget, owner=owner)
+    most_bytes = max(budget.limit_bytes, budget.may_reach_bytes)
+    return Arena(min(2 * most_bytes, physical), account=budget, owner=owner)
 
 
 class StreamOrder:

@@ -87,16 +87,18 @@ class SessionAccounts:
             if self._device.type != "cpu" and config.weights_memory is None:
                 self._shared = Account(name="device memory")
             limit = host_account().limit_bytes // 2  # until saved tensors share with them
+            own_bytes = UNLIMITED
             if config.weights_memory is not None:
-                limit = int(config.weights_memory)
-            self.weights = Account(
-                limit, name=WEIGHTS, parent=self._parent(self._device), owner=WEIGHTS
-            )
-            self._all.append(self.weights)
+                limit = own_bytes = int(config.weights_memory)
+            parent = self._parent(self._device)
+            self.weights = Account(limit, name=WEIGHTS, parent=parent, owner=WEIGHTS)
+            self._keep(self.weights, own_bytes)
         return config
 
     def close(self) -> None:
         """Close all accounts, and restore the limit of the process's."""
+        self._needs = lambda: None  # without the session
+        del self._division
         with ExitStack() as stack:
             stack.callback(self.process.close)
             for account in self._all:
@@ -112,7 +114,7 @@ class SessionAccounts:
             parent=self._parent(device),
             owner=SAVED_TENSORS,
         )
-        self._all.append(made)
+        self._keep(made, self._config.device_bytes)
         return made
 
     def shared_allowance(self, device: torch.device, budget: Account) -> Allowance | None:
@@ -166,6 +168,12 @@ class SessionAccounts:
         is_shared = config.memory_request is not None or self._shared is not None
         has_own = config.weights_memory is not None or config.device_memory is not None
         return is_shared and not has_own and self.weights is not None
+
+    def _keep(self, account: Account, own_bytes: int) -> None:
+        """Take charge of an account, whose own limit may be more than what the process leaves it now."""
+        if account.parent is host_account():
+            account.may_reach_bytes = min(own_bytes, self.process.found_bytes)
+        self._all.append(account)
 
     def _parent(self, device: torch.device) -> Account | None:
         """Return the account that weights and saved tensors of a device share; None: each has its own."""

@@ -75,6 +75,7 @@ class Account:
         name: Name of the memory: ``"device"``, ``"host"``.
         limit_bytes: Limit of all owners together, children included; ``UNLIMITED`` if there is none. May
             be set, also below what is held: takes are refused then until enough is freed.
+        may_reach_bytes: Limit that it may be given later, if more; pools reserve addresses for it.
         advisory: True if the limit is an estimate, which may be exceeded as a last resort.
         extend: Raises the limit by so many bytes, of what is left to others, and returns True; None, or
             False: it cannot be raised.
@@ -108,6 +109,7 @@ class Account:
             raise ConfigError(f"the {name} budget is {limit_bytes} bytes; it must be zero or more")
         self.name = name
         self.limit_bytes = UNLIMITED if limit_bytes is None else limit_bytes
+        self.may_reach_bytes = 0
         self.advisory = False
         self.extend: Callable[[int], bool] | None = None
         self.parent = parent

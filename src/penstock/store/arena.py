@@ -30,7 +30,7 @@ from penstock.store.pool import Block, Pool
 _LATEST_WEIGHT: Final = 0.25
 """Weight of the latest sample in the running mean of the time of a first touch."""
 _MAX_PAGES_TO_MOVE: Final = 8192
-"""Largest arena, in pages, in which pages are moved, because each may then become a separate mapping."""
+"""Most resident pages with which pages are moved, because each may then become a separate mapping."""
 
 
 class Arena(Pool):
@@ -232,7 +232,7 @@ class Arena(Pool):
 
     def _move_pages(self, wanted: range) -> int:
         """Move idle pages to untouched ones of ``wanted``, and return the bytes moved."""
-        if len(self._touched) > _MAX_PAGES_TO_MOVE:
+        if self._touched_bytes > _MAX_PAGES_TO_MOVE * HUGE_PAGE_BYTES:
             return 0
         idle = [p for p in self._idle_pages(wanted) if self._page_bytes(p) == HUGE_PAGE_BYTES]
         moved = 0

@@ -80,15 +80,10 @@ class BroughtMemory(ABC):
 class HostMemory(BroughtMemory):
     """Host memory."""
 
-    def __init__(self, account: Account, *, may_grow: bool = False) -> None:
-        """Take nothing yet.
-
-        Args:
-            account: Account of the weights in memory.
-            may_grow: True if its limit is found anew later.
-        """
+    def __init__(self, account: Account) -> None:
+        """Take nothing yet."""
         self._account = account
-        self._pool = memory_for(account, WEIGHTS, may_grow=may_grow)
+        self._pool = memory_for(account, WEIGHTS)
 
     def begin(self, home: Home, priority: Priority, *, force: bool) -> tuple[Any, Transfer] | None:
         """Read to a block of the pool, or with ``force`` to one of its own."""

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError
-from penstock.runtime.cuda.direct import DirectMover
-from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.movers import Mover
 from penstock.store.account import Account
 from penstock.weights.brought import HostMemory
-from penstock.weights.device import DeviceMemory, resting_on
 from penstock.weights.homes import WeightFiles
 from penstock.weights.model import rest_weights
-from penstock.weights.relocation import Relocation
 from penstock.weights.streamer import WeightStreamer
+
+if TYPE_CHECKING:
+    from penstock.runtime.cuda.mover import CudaMover
+    from penstock.weights.relocation import Relocation
 
 
 def open_weights(config: OffloadConfig, account: Account) -> WeightStreamer:
@@ -32,7 +32,7 @@ def open_weights(config: OffloadConfig, account: Account) -> WeightStreamer:
     return WeightStreamer(
         partial(rest_weights, files=files, floor_bytes=config.floor_bytes),
         account=account,
-        memory=HostMemory(account, may_grow=config.weights_memory is None),
+        memory=HostMemory(account),
     )
 
 
@@ -50,6 +50,9 @@ def open_device_weights(
     Raises:
         ConfigError: Flash is GPU-direct.
     """
+    from penstock.runtime.cuda.direct import DirectMover  # noqa: PLC0415  (not without a device)
+    from penstock.weights.device import DeviceMemory, resting_on  # noqa: PLC0415
+
     if isinstance(mover, DirectMover):
         raise ConfigError(
             "weights='flash' brings weights to a device through host memory, and this session has none as"
@@ -58,6 +61,8 @@ def open_device_weights(
     files, relocation = WeightFiles(config.directories), None
     rest = resting_on(device, files, config.floor_bytes)
     if config.device is not None:
+        from penstock.weights.relocation import Relocation  # noqa: PLC0415  (few runs need it)
+
         relocation = Relocation(device, files, config.floor_bytes)
         rest = relocation.rest
     memory = DeviceMemory(cast("CudaMover", mover), account, device)
