@@ -1,20 +1,22 @@
 """One limit of memory for weights on flash, saved tensors and the buffers of an optimizer."""
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import penstock
+import preloaded
 from offload_runs import session_in
 from penstock import ConfigError
-from penstock.core.memory import ProcessMemory, UsableMemory
+from penstock.core.memory import ProcessMemory
 from penstock.core.units import MIB
 from penstock.io.mapping import PAGE_BYTES
 from penstock.observe.events import StallCause
 from penstock.plan.machine import Machine
-from penstock.runtime import memory_limit
 from penstock.runtime.memory_division import MemoryDivision
 from penstock.runtime.memory_limit import MemoryLimit
 from penstock.store.account import host_account
@@ -237,32 +239,51 @@ def test_weights_that_were_in_memory_count_as_free_when_they_rest(disk_path):
         assert session.planner._limit_bytes == session.budget.limit_bytes
 
 
-def test_a_model_that_leaves_no_memory_has_what_it_frees_when_it_rests(disk_path, monkeypatch):
-    monkeypatch.setenv("PENSTOCK_RESTORE_INTO", "arena")
-    plain, model = (
-        built(lambda: Chain(depth=16, width=2 * WIDTH)) for _ in range(2)
-    )  # 64 MiB each
-    x = torch.ones(768, 2 * WIDTH)  # a saved tensor is 3 MiB
+NO_MEMORY_LEFT = """
+import sys
 
-    def train(model):
-        """Three steps of the first layer: all that is saved for it is needed, and no more gradients."""
-        model.requires_grad_(False).layers[0].requires_grad_(True)
-        optimizer = torch.optim.SGD(model.layers[0].parameters(), lr=0.05)
-        return [train_step(model, optimizer, x) for _ in range(3)]
+sys.path.insert(0, sys.argv[2])
+import torch
 
-    expected, held = train(plain), []
+import penstock
+from penstock.core.memory import UsableMemory
+from penstock.core.units import MIB
+from penstock.runtime import memory_limit
+from weights_rig import Chain, built, train_step
 
-    def less_than_is_held(request, own, **_):
-        held.append(own)
-        return UsableMemory((held[0] - 8 * MIB) * 16 // 15, "a test")  # a sixteenth is left free
+held = []
 
-    monkeypatch.setattr(memory_limit, "usable_memory", less_than_is_held)
-    settings = {"memory": "auto", "weights": "flash", "flash": str(disk_path), "policy": "all"}
-    with penstock.offload(model, **settings) as session:
-        assert session.budget.limit_bytes < 30 * MIB
-        assert train(model) == expected
-        assert session.recorder.snapshot().counted("budget.overflow") == 0
-        assert host_account().holdings()["weights"].peak_bytes > 16 * MIB
+
+def less_than_is_held(request, own, **_):
+    held.append(own)
+    return UsableMemory((held[0] - 8 * MIB) * 16 // 15, "a test")  # a sixteenth is left free
+
+
+def train(model):
+    # all that is saved is needed for the first layer, and there is one gradient
+    model.requires_grad_(False).layers[0].requires_grad_(True)
+    optimizer = torch.optim.SGD(model.layers[0].parameters(), lr=0.05)
+    return [train_step(model, optimizer, x) for _ in range(3)]
+
+
+memory_limit.usable_memory = less_than_is_held
+plain, model = (built(lambda: Chain(depth=16, width=1024)) for _ in range(2))  # 64 MiB each
+x = torch.ones(768, 1024)  # a saved tensor is 3 MiB
+expected = train(plain)
+with penstock.offload(
+    model, memory="auto", weights="flash", flash=sys.argv[1], policy="all"
+) as session:
+    assert session.budget.limit_bytes < 30 * MIB
+    assert train(model) == expected
+    print(session.recorder.snapshot().counted("budget.overflow"), "beyond the budget")
+"""
+
+
+def test_a_model_that_leaves_no_memory_has_what_it_frees_when_it_rests(disk_path):
+    environment = os.environ | {"PENSTOCK_RESTORE_INTO": "arena"}
+    words = ["-c", NO_MEMORY_LEFT, str(disk_path), str(Path(__file__).parents[1])]
+    done = preloaded.run(words, env=environment)
+    assert done.stdout == "0 beyond the budget\n", done.stderr
 
 
 def test_a_session_that_is_interrupted_when_it_is_nearly_open_is_closed(disk_path, monkeypatch):
