@@ -1,7 +1,7 @@
 """Whoever trains with Penstock gets the same bits from the first square root on.
 
 PyTorch's issue 188792: in runs of ``examples/plain_loop.py`` within a limit of 8 MiB on two Intel cores,
-one of five had other weights after its first step, by the first square root of Adam. It takes many runs
+one of seven had other weights after its first step, by the first square root of Adam. It takes many runs
 to see.
 """
 

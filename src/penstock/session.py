@@ -39,10 +39,7 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import INFEASIBLE, TIGHT, Action, Plan
 from penstock.plan.profile import Profile
 from penstock.runtime import user_plan
-from penstock.runtime.allowance import (
-    DeviceAllowance,
-    FoundAllowance,
-)
+from penstock.runtime.allowance import DeviceAllowance, FoundAllowance
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
