@@ -90,3 +90,14 @@ def test_a_row_of_a_later_result_is_left_out(module):
     assert page.filled("| ?never_measured | {step_s} | | |") is None
     with pytest.raises(FileNotFoundError):
         page.filled("| never_measured | {step_s} | | |")
+
+
+@pytest.mark.parametrize("name", ["25M", "gpt2-xl"])
+def test_shapes_know_their_parameters(module, name):
+    shape = module("_weights_model").SHAPES[name]
+    with torch.device("meta"):
+        model = shape.network(torch.bfloat16)
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert sum(each.numel() for each in model.parameters()) == shape.parameters
+    if name == "gpt2-xl":
+        assert shape.parameters == 1_557_611_200

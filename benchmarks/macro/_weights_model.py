@@ -1,10 +1,13 @@
-"""The network of the benchmarks of weights on flash: a decoder in the shape of LLaMA."""
+"""The networks of the benchmarks of weights on flash: decoders in the shape of LLaMA, and GPT-2 XL."""
 
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from penstock.lab.zoo import gpt
 
 
 class Shape(NamedTuple):
@@ -19,6 +22,41 @@ class Shape(NamedTuple):
         block = 4 * self.hidden**2 + 3 * self.hidden * self.inner + 2 * self.hidden
         return self.layers * block + 2 * self.vocabulary * self.hidden + self.hidden
 
+    def network(self, dtype):
+        return Decoder(self, dtype)
+
+    @property
+    def unread(self):
+        """Parameters of the embedding, of which a step reads rows only."""
+        return self.vocabulary * self.hidden
+
+
+class Gpt2Shape(NamedTuple):
+    """GPT-2 without dropout, as it is trained here; the head has the weights of the embedding."""
+
+    hidden: int
+    layers: int
+    heads: int
+    vocabulary: int = 50257
+    unread = 0
+
+    @property
+    def parameters(self):
+        block = 12 * self.hidden**2 + 13 * self.hidden
+        return self.layers * block + (self.vocabulary + 1024) * self.hidden + 2 * self.hidden
+
+    def network(self, dtype):
+        config = gpt.GPT2Config(
+            vocab_size=self.vocabulary,
+            depth=self.layers,
+            width=self.hidden,
+            heads=self.heads,
+            dropout=0.0,
+            attention_dropout=0.0,
+        )
+        with default_dtype(dtype):
+            return gpt.GPT2(config)
+
 
 SHAPES = {
     "25M": Shape(512, 4, 8, 1376, 4096),
@@ -30,7 +68,18 @@ SHAPES = {
     "6.7B": Shape(4096, 32, 32, 11008),
     "13B": Shape(5120, 40, 40, 13824),
     "65B": Shape(8192, 80, 64, 22016),
+    "gpt2-xl": Gpt2Shape(1600, 48, 25),
 }
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class Block(nn.Module):
@@ -67,15 +116,11 @@ class Decoder(nn.Module):
     def __init__(self, shape, dtype=torch.bfloat16):
         super().__init__()
         self.shape = shape
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
+        with default_dtype(dtype):
             self.tokens = nn.Embedding(shape.vocabulary, shape.hidden)
             self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
             self.norm = nn.RMSNorm(shape.hidden)
             self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
-        finally:
-            torch.set_default_dtype(before)
 
     def forward(self, ids):
         half = self.shape.hidden // self.shape.heads // 2
@@ -128,8 +173,8 @@ def loss_of(model, ids):
 
 
 def planned(name, dtype, mode, tokens):
-    """A decoder, ids for it, and its loss: a network of ``penstock plan``."""
-    model = Decoder(SHAPES[name], getattr(torch, dtype))
+    """A model, ids for it, and its loss: a network of ``penstock plan``."""
+    model = SHAPES[name].network(getattr(torch, dtype))
     if mode == "lora":
         adapt(model)
     ids = torch.zeros(1, tokens, dtype=torch.int64)

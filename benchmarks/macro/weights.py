@@ -3,7 +3,7 @@
 Each side is a process of its own, in a control group that limits all of its memory, page cache included
 (version 1 of control groups; without them the limit is not set, and the result says so). The processes
 of a round live together and take turns, step by step, since a machine's speed drifts. What is trained is
-a decoder in the shape of LLaMA with random weights:
+a decoder in the shape of LLaMA with random weights, or GPT-2 XL (``--shape gpt2-xl``, without adapters):
 
 * ``full``: all weights trained by ``FlashAdamW`` in backward, states in int8;
 * ``lora``: adapters on a frozen base;
@@ -142,7 +142,10 @@ def parse():
     parser.add_argument("--into", help="folder for the result file")
     parser.add_argument("--name", help="of the result file")
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.shape == "gpt2-xl" and (args.mode == "lora" or {*args.sides} & {*PEERS}):
+        parser.error("gpt2-xl has no mode lora, and peers do not have it")
+    return args
 
 
 def job_of(args, side, scratch):
@@ -406,11 +409,10 @@ def expected(args):
     forward reads rows, and backward nothing.
     """
     with torch.device("meta"):
-        model = _weights_model.Decoder(
-            _weights_model.SHAPES[args.shape], getattr(torch, args.dtype)
-        )
+        shape, dtype = _weights_model.SHAPES[args.shape], getattr(torch, args.dtype)
+        model = shape.network(dtype)
     large = [each for each in model.parameters() if each.nbytes >= FLOOR]
-    total, embedding = sum(each.nbytes for each in large), model.tokens.weight.nbytes
+    total, embedding = sum(each.nbytes for each in large), shape.unread * dtype.itemsize
     if args.mode in ("prefill", "decode"):
         read, written = total - embedding, 0
     elif args.mode == "lora":
@@ -473,11 +475,11 @@ def child(job):
         freed_memory.HeapTrimmer._watch = lambda _: None
     if job["side"] in STREAMED:
         with penstock.built_on_flash(job["dir"]):
-            model = _weights_model.Decoder(shape, getattr(torch, job["dtype"]))
+            model = shape.network(getattr(torch, job["dtype"]))
     elif job["side"] == "mapped":
         model = mapped(shape, job["dir"], getattr(torch, job["dtype"]))
     else:
-        model = _weights_model.Decoder(shape, getattr(torch, job["dtype"]))
+        model = shape.network(getattr(torch, job["dtype"]))
     built_s = time.perf_counter() - begun
     if job["mode"] == "lora":
         _weights_model.adapt(model)
@@ -524,7 +526,7 @@ class Work:
 def mapped(shape, directory, dtype):
     """A decoder whose parameters are mapped files."""
     with torch.device("meta"):
-        model = _weights_model.Decoder(shape, dtype)
+        model = shape.network(dtype)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             with tempfile.NamedTemporaryFile(dir=directory) as file:
@@ -557,9 +559,7 @@ def serve_compute(shape, job):
     """Time a plain decoder of 1 block and one of 3, and write what all blocks would take."""
     models = []
     for layers in (1, 3):
-        models.append(
-            _weights_model.Decoder(shape._replace(layers=layers), getattr(torch, job["dtype"]))
-        )
+        models.append(shape._replace(layers=layers).network(getattr(torch, job["dtype"])))
         if job["mode"] == "lora":
             _weights_model.adapt(models[-1])
     _weights_steps.write({})

@@ -191,6 +191,8 @@ class Session:
             self._open()
             self._attach()
             self._look_at_memory()
+            if self._weights is not None:
+                self._weights.before_training = self._look_at_memory
         except BaseException:
             if self in _open:
                 self._detach()
@@ -487,8 +489,11 @@ class Session:
         )
         self.recorder.begin_step(0)
 
-    def _look_at_memory(self) -> None:
+    def _look_at_memory(self, step_bytes: int = 0) -> None:
         """Find limits anew, since weights that were in memory rest on flash now.
+
+        Args:
+            step_bytes: Bytes that the first step is known to take beside what Penstock holds.
 
         Raises:
             BudgetError: Two weights do not fit.
@@ -496,9 +501,9 @@ class Session:
         assert self._accounts is not None
         if self._weights is None:
             return
-        self._accounts.process.begin_again()
+        self._accounts.process.begin_again(step_bytes if self._device.type == "cpu" else 0)
         if self.executor.allowance is not None:
-            self.budget.limit_bytes = self.executor.allowance.begin_again()
+            self.budget.limit_bytes = self.executor.allowance.begin_again(step_bytes)
             self.planner.limit(self.budget.limit_bytes)
         self._weights.check_limit()
 

@@ -320,7 +320,7 @@ class Shared:
         process = None
         if found:
             measure = lambda: Allocated(self.memory.used_bytes, self.memory.used_bytes, 0)  # noqa: E731
-            process = FoundAllowance(
+            process = self.process = FoundAllowance(
                 Remainder(measure, self.memory),
                 64 * MIB,
                 account=self.memory,
@@ -368,7 +368,7 @@ def test_half_of_a_memory_that_was_found_is_left_to_the_first_step():
     shared = Shared(found=True)
     assert shared.limits == (22, 7)  # of 60 MiB; four are left free
     assert shared.weights.extend(80 * MIB)  # of a model that is about to leave memory
-    shared.saved.limit_bytes = shared.allowance.begin_again()
+    shared.saved.limit_bytes = shared.allowance.begin_again(0)
     assert shared.limits == (22, 7)
     assert shared.weights.extend(8 * MIB)  # two long weights
     assert not shared.weights.extend(60 * MIB)
@@ -378,6 +378,36 @@ def test_half_of_a_memory_that_was_found_is_left_to_the_first_step():
     assert shared.limits == (45, 15)
     assert shared.weights.extend(8 * MIB)  # longer weights than all before
     assert shared.limits == (53, 7)
+
+
+def begin_again(shared, step_bytes):
+    shared.memory.limit_bytes = shared.process.begin_again(step_bytes)
+    shared.saved.limit_bytes = shared.allowance.begin_again(step_bytes)
+
+
+def test_the_first_step_has_room_for_what_it_is_known_to_take():
+    """Such are gradients of long weights: the process was killed for those of a tied embedding."""
+    shared = Shared(found=True)
+    begin_again(shared, 28 * MIB)
+    assert shared.memory.limit_bytes == 32 * MIB  # of 60; four are left free
+    assert shared.limits == (12, 4)
+    shared.saved.limit_bytes = shared.allowance.settle()
+    assert shared.memory.limit_bytes == 60 * MIB  # now it is measured
+    assert shared.ends_step() == 15 * MIB
+    assert shared.limits == (45, 15)
+
+
+def test_what_the_first_step_is_known_to_take_yields_to_weights_that_fit_no_other_way():
+    shared = Shared(found=True)
+    begin_again(shared, 50 * MIB)
+    assert shared.memory.limit_bytes == 10 * MIB
+    missing = 40 * MIB - shared.weights.limit_bytes
+    assert shared.weights.extend(missing)
+    assert shared.limits[0] == 40
+    assert shared.memory.limit_bytes == 41 * MIB  # saved tensors have the last one
+    assert shared.weights.extend(19 * MIB)
+    assert not shared.weights.extend(MIB)
+    assert shared.memory.limit_bytes == 60 * MIB
 
 
 def test_weights_cede_what_saved_tensors_cannot_do_without():
@@ -427,7 +457,7 @@ def test_in_device_memory_weights_and_saved_tensors_share_what_the_program_leave
 
     assert limits() == [20, 7, 2]  # of half of it
     others[0] = 8 * MIB  # the weights were a part of it
-    saved.limit_bytes = allowance.begin_again()
+    saved.limit_bytes = allowance.begin_again(0)
     assert limits() == [52, 19, 6]
     allowance.look()
     others[0] = 12 * MIB

@@ -286,10 +286,55 @@ def test_a_model_that_leaves_no_memory_has_what_it_frees_when_it_rests(disk_path
     assert done.stdout == "0 beyond the budget\n", done.stderr
 
 
+GRADIENTS_OF_A_LONG_WEIGHT = """
+import sys
+
+sys.path.insert(0, sys.argv[2])
+import torch
+from torch import nn
+from torch.nn import functional
+
+import penstock
+from penstock.core.memory import ProcessMemory, UsableMemory
+from penstock.core.units import MIB
+from penstock.runtime import memory_limit
+from weights_rig import Chain
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(32 * 1024, 1024)  # 128 MiB
+        self.chain = Chain(depth=48, width=1024).requires_grad_(False)  # 192 MiB
+
+    def forward(self, ids):
+        return functional.linear(self.chain(self.tokens(ids)), self.tokens.weight)
+
+
+with penstock.built_on_flash(sys.argv[1]):
+    model = Tied()
+process = ProcessMemory()
+usable = process.held_bytes() + 565 * MIB  # three gradients of the embedding take 384
+memory_limit.usable_memory = lambda *_, **__: UsableMemory(usable, "a test")
+with penstock.offload(model, memory="auto", weights="flash", flash=sys.argv[1]) as session:
+    with torch.no_grad():
+        model(torch.arange(32))
+    before = session._weights.account.limit_bytes  # nothing is left free for gradients without autograd
+    model(torch.arange(32)).sum().backward()
+    print(before > 180 * MIB, process.peak_bytes() < usable)
+"""
+
+
+def test_the_first_step_has_room_for_gradients_of_a_weight_that_is_used_twice(disk_path):
+    words = ["-c", GRADIENTS_OF_A_LONG_WEIGHT, str(disk_path), str(Path(__file__).parents[1])]
+    done = preloaded.run(words)
+    assert done.stdout == "True True\n", done.stderr
+
+
 def test_a_session_that_is_interrupted_when_it_is_nearly_open_is_closed(disk_path, monkeypatch):
     model = chain()
 
-    def interrupt(_):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     settings = {"memory": "24MiB", "weights": "flash", "flash": str(disk_path)}

@@ -15,7 +15,8 @@
     usable, for what the allocator cannot use because it lies between other blocks.
 
     1. When the session is opened, other is what is allocated then, and what the step will take is not
-       known. So half of what is left is the limit of saved tensors, until the first pass is over.
+       known. So half of what is left is the limit of saved tensors, until the first pass is over. What
+       gradients of long weights on flash will take is known, and is not left.
     2. In an observed pass other is measured at each of its moments: what is allocated, less what is
        charged. What was allocated and freed again between two of them, as the workspace of an
        operator, shows in the memory's own peak, if that has risen. If it was higher before (and it
@@ -86,8 +87,12 @@ class Allocated(NamedTuple):
 class Allowance(Protocol):
     """Finds the limit of an account of saved tensors."""
 
-    def begin_again(self) -> int:
-        """Return the limit in bytes, before the first pass, when weights have left memory."""
+    def begin_again(self, step_bytes: int) -> int:
+        """Return the limit in bytes, before the first pass, when weights have left memory.
+
+        Args:
+            step_bytes: Bytes that the first step is known to take beside the account.
+        """
 
     def look(self) -> None:
         """Measure at this moment of an observed pass."""
@@ -203,20 +208,36 @@ class FoundAllowance:
         self._recorder = recorder
         self.device = device
         self._parts = parts
+        self._step_bytes = 0
         account.limit_bytes = self._found(parts)
 
     def look(self) -> None:
         """Measure at this moment of an observed pass."""
         self._remainder.look()
 
-    def begin_again(self) -> int:
-        """Return the limit in bytes, before the first pass, when weights have left memory."""
+    def begin_again(self, step_bytes: int) -> int:
+        """Return the limit in bytes, before the first pass, when weights have left memory.
+
+        Args:
+            step_bytes: Bytes that the first step is known to take beside the account; the limit is that
+                much lower until they are measured.
+        """
         self._remainder.begin_again()
+        self._step_bytes = step_bytes
         return self._found(self._parts)
+
+    def cede(self, nbytes: int) -> bool:
+        """Raise the account's limit by a part of what the first step is known to take, if enough."""
+        if nbytes > self._step_bytes:
+            return False
+        self._step_bytes -= nbytes
+        self._account.limit_bytes += nbytes
+        return True
 
     def settle(self) -> int:
         """Return the limit in bytes, after an observed pass."""
         self._remainder.end_pass()
+        self._step_bytes = 0
         return self._found()
 
     def grown(self) -> int | None:
@@ -255,7 +276,8 @@ class FoundAllowance:
     @property
     def limit_bytes(self) -> int:
         """Bytes that are left for the account."""
-        return max(1, self.usable_bytes - self.other_bytes - self.reserve_bytes)
+        other_bytes = self.other_bytes + self._step_bytes
+        return max(1, self.usable_bytes - other_bytes - self.reserve_bytes)
 
     def _found(self, parts: int = 1) -> int:
         """Return the limit, or one of several equal parts of it, and record it."""
@@ -321,7 +343,7 @@ class SharedAllowance:
         account.limit_bytes = self._left()
         account.advisory = process is not None and limit_bytes >= UNLIMITED
 
-    def begin_again(self) -> int:
+    def begin_again(self, step_bytes: int) -> int:
         """Return the limit in bytes when that of the parent was found anew, before the first pass."""
         self._has_begun = True
         return self._left()
@@ -401,7 +423,8 @@ class SharedAllowance:
         if self._process is not None and not self._has_begun:  # weights are about to leave memory
             first.account.limit_bytes = limit_bytes
             return True
-        if limit_bytes > self._parent.limit_bytes - self._other_bytes - LEAST_SHARE_BYTES:
+        shortage = limit_bytes + LEAST_SHARE_BYTES - self._parent.limit_bytes + self._other_bytes
+        if shortage > 0 and (self._process is None or not self._process.cede(shortage)):
             return False
         first.account.limit_bytes = limit_bytes
         left = self._parent.limit_bytes - self._other_bytes - limit_bytes
@@ -423,10 +446,10 @@ class DeviceAllowance(SharedAllowance):
         super().__init__(account, limit_bytes=account.limit_bytes, first=first, process=found)
         self._found = found
 
-    def begin_again(self) -> int:
+    def begin_again(self, step_bytes: int) -> int:
         """Find the parent's limit anew, and return that of saved tensors."""
-        self._parent.limit_bytes = self._found.begin_again()
-        return super().begin_again()
+        self._parent.limit_bytes = self._found.begin_again(step_bytes)
+        return super().begin_again(step_bytes)
 
     def look(self) -> None:
         """Measure at this moment of an observed pass."""

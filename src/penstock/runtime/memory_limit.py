@@ -146,11 +146,15 @@ class MemoryLimit:
             process=self._found,
         )
 
-    def begin_again(self) -> None:
-        """Find the limit anew: weights of the program that were in memory rest on flash now."""
+    def begin_again(self, step_bytes: int) -> None:
+        """Find the limit anew: weights of the program that were in memory rest on flash now.
+
+        Args:
+            step_bytes: Bytes of host memory that the first step is known to take beside the account.
+        """
         if self._found is not None:
             trim_heap()
-            self._account.limit_bytes = self._found.begin_again()
+            self._account.limit_bytes = self._found.begin_again(step_bytes)
 
     def look(self) -> None:
         """Measure at this moment of an observed pass."""

@@ -47,6 +47,8 @@ class WeightStreamer:
 
     Attributes:
         account: Account of the weights in memory, whose limit the streamer keeps. It yields.
+        before_training: Called once, with the most bytes that autograd may hold of the weights' gradients
+            at any one time, before the first call of a module with autograd.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class WeightStreamer:
         self._own: WeakKeyDictionary[Module, tuple[int, ...]] = WeakKeyDictionary()  # by identity
         self._compiled: list[CompiledCall] = []
         self._is_replicated = False
+        self.before_training: Callable[[int], None] | None = None
         account.yield_by(self._eviction.give_way)
 
     def add(self, model: Module) -> None:
@@ -106,8 +109,12 @@ class WeightStreamer:
             while calls:
                 self.leave(calls[-1][0])
         if not calls:
+            is_training = torch.is_grad_enabled()
+            if is_training and self.before_training is not None:
+                self.before_training(self._gradient_bytes())
+                self.before_training = None
             with self._table.wake:
-                self._table.order.begin(None if torch.is_grad_enabled() else id(module))
+                self._table.order.begin(None if is_training else id(module))
         pinned: list[Stay] = []
         calls.append((module, pinned))
         own = tuple(map(id, module._parameters.values()))
@@ -148,6 +155,18 @@ class WeightStreamer:
                 self._reads.release(stay)
             if entered is module:
                 return
+
+    def _gradient_bytes(self) -> int:
+        """Return the length of three gradients of the longest trained weight.
+
+        The gradient of a weight that is used twice, as one of an embedding and head, is the sum of two,
+        and all three are in memory together.
+        """
+        homes = (stay.home for stay in self._table.stays)
+        trained = ((home.nbytes, home.parameter) for home in homes)
+        return 3 * max(
+            (each for each, of in trained if of is not None and of.requires_grad), default=0
+        )
 
     def _reads_rows(self, module: Embedding, stay: Stay, args: tuple[Any, ...]) -> bool:
         """Return whether an embedding's forward needs so few rows that they are read at home."""
@@ -279,6 +298,7 @@ class WeightStreamer:
         """
         if self._table.guard.in_child:
             return  # the weights are the parent's
+        self.before_training = None
         with paused_holders():
             self._take_all_home()
 
