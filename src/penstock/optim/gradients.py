@@ -101,6 +101,8 @@ class Gradients:
             allow_memory_filesystem=allow_memory_filesystem,
         )
         self._lock = Lock()
+        self._holding = set(range(len(params)))
+        """Parameters whose gradients may be in memory: all that are, unless set by hand in a step."""
         self._listening: dict[int, Any] = {}
         self._writes = TransferWindow[Transfer](limit_bytes=FLYING_BYTES)
         self._failure: BaseException | None = None
@@ -118,10 +120,23 @@ class Gradients:
                 listen = param.tensor.register_post_accumulate_grad_hook
                 self._listening[param.index] = listen(_settling(self, param.index))  # type: ignore[no-untyped-call]
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that wait in memory and are not being written."""
-        return sum(_bytes_in_memory(gradient_here(param.tensor)) for param in self._params)
+    def holds_too_much(self, param: Param) -> bool:
+        """Return whether more waits in memory than the budget.
+
+        It is called when a gradient has come, so it looks only where one may be.
+
+        Args:
+            param: Its gradient has come, or was changed.
+        """
+        self._holding.add(param.index)
+        held = 0
+        for index in list(self._holding):
+            self._holding.discard(index)  # before looking: another thread may add it meanwhile
+            nbytes = _bytes_in_memory(gradient_here(self._params[index].tensor))
+            if nbytes:
+                self._holding.add(index)
+                held += nbytes
+        return held > self.budget_bytes
 
     def trim(self) -> None:
         """Free memory that holds no gradient."""
@@ -143,10 +158,11 @@ class Gradients:
 
     def settle(self, param: Param) -> None:
         """Offload a parameter's gradient, which was accumulated, if too many wait in memory."""
+        self._holding.add(param.index)
         grad = gradient_here(param.tensor)
         if grad is None or isinstance(grad, OffloadedGradient) or param.index in self._replaced:
             return
-        if not self._must_be_offloaded(grad):
+        if not self._must_be_offloaded(param, grad):
             return
         flat = param.flat_grad()
         assert flat is not None
@@ -186,7 +202,7 @@ class Gradients:
         self._forget(place)
         place.real, place.norm = real, None
         is_wanted = place.stays or self.is_used_now(param)
-        if not is_wanted and self._must_be_offloaded(real):
+        if not is_wanted and self._must_be_offloaded(param, real):
             self._offload(place)
 
     def _free_heap(self, nbytes: int) -> None:
@@ -200,12 +216,12 @@ class Gradients:
             self._freed = 0
             trim_heap()
 
-    def _must_be_offloaded(self, grad: Tensor) -> bool:
+    def _must_be_offloaded(self, param: Param, grad: Tensor) -> bool:
         return (
-            self._failure is None
+            self.holds_too_much(param)
+            and self._failure is None
             and grad.nbytes > LEAST_BYTES
             and grad.layout == torch.strided
-            and self.held_bytes > self.budget_bytes
         )
 
     def _offload(self, place: GradientPlace) -> bool:
@@ -288,6 +304,7 @@ class Gradients:
         if self._failure is not None:
             self._note_failure(self._failure)
             self._failure = None  # the next ones are tried again
+        self._holding = set(range(len(self._params)))
         self.written_in_step = self.written - self._written_before
         self._written_before = self.written
         self._forget_readings()

@@ -329,7 +329,7 @@ class Overlap:
         """
         states, gradients = self._states, self._states.gradients
         while True:
-            has_excess = gradients is not None and gradients.held_bytes > gradients.budget_bytes
+            has_excess = gradients is not None and gradients.holds_too_much(param)
             is_crowded = states.holds.is_crowded
             if not (has_excess or is_crowded):
                 return
