@@ -1,5 +1,8 @@
 """Tiles updated while backward goes on: the same bits, and loud errors where that cannot be."""
 
+import threading
+from contextlib import contextmanager
+
 import pytest
 import torch
 from optim_runs import assert_same
@@ -58,6 +61,7 @@ def test_the_bits_are_torchs_and_tiles_are_updated_before_step(settings, both):
 def test_the_first_records_of_a_pass_are_read_before_their_gradients_come(both):
     """After a step the buffers hold what was visited last, and the next backward needs that last."""
     ours, _, a, _ = both(threads=1, tile=512)
+    a._penstock.overlap.takes_part = False  # or two threads may visit two tiles in another order
     pipeline, visits, read = a._penstock.pipeline, [], []
     assert len(a._penstock.tiles) > 2 * pipeline.count
     acquire, start_read = pipeline.acquire, pipeline.store.start_read
@@ -91,6 +95,7 @@ def test_the_first_records_of_a_pass_are_read_before_their_gradients_come(both):
 def test_a_step_writes_what_is_told(both, tile, host_memory):
     """Tiles pass through a part of the buffers, and the rest stay."""
     ours, _, a, _ = both(threads=1, tile=tile, host_memory=host_memory)
+    a._penstock.overlap.takes_part = False  # or two threads may visit two tiles in another order
     store = a._penstock.store
     for step in range(5):
         before = store.written, store.read
@@ -205,3 +210,48 @@ def test_a_grad_scaler_works_without_overlap(small):
             optimizer.zero_grad()
     assert_same(ours.parameters(), theirs.parameters())
     a.close()
+
+
+@contextmanager
+def busy(optimizer):
+    """Keep the only thread that updates tiles from updating any."""
+    gate, begun = threading.Event(), threading.Event()
+    optimizer._penstock.pool.submit(lambda: begun.set() or gate.wait())
+    assert begun.wait(10)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def test_who_waits_for_updates_makes_them(both):
+    ours, theirs, a, b = both(threads=1, tile=512, gradient_memory=0)
+    for step in range(3):
+        with busy(a):
+            assert backward(ours, step) == backward(theirs, step)
+            assert not a._penstock.gradients.written
+            a.step()
+        b.step()
+        a.zero_grad()
+        b.zero_grad()
+    assert_same(ours.parameters(), theirs.parameters())
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_update_that_fails_in_the_thread_that_waits_is_an_error(both, monkeypatch, error):
+    ours, _, a, _ = both(threads=1, tile=512, gradient_memory=0)
+
+    def fail(tile, step):
+        raise error("as if")
+
+    monkeypatch.setattr(a._penstock, "update", fail)
+    with busy(a):
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt, match="as if"):
+                backward(ours, 0)
+        else:
+            backward(ours, 0)
+            with pytest.raises(OSError, match="as if"):
+                a.step()
+        with pytest.raises(ClosedError, match="failed in the middle"):
+            a.step()

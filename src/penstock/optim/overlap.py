@@ -31,6 +31,12 @@ layers computed. ``step`` updates the other tiles and waits.
     gradient is freed as soon as all tiles of its parameter are updated. Until ``step`` has ended, a
     gradient without memory stands for it, and whoever uses that gets an error: clipping would have no
     effect. Backward waits while gradients beyond the budget wait for their tiles.
+
+[Note: who waits takes part]
+    A thread that waits for updates makes the next one itself if no thread of the pool has begun it: the
+    cores on which it computes would be idle. More threads in the pool would take cores from computing
+    where updates are not late. With parameters on a device the thread is autograd's own for it, and its
+    stream the one that backward computes on, so there it only waits.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -73,7 +80,11 @@ _listeners: Any = WeakIdKeyDictionary()  # parameter: a weak reference to its Ov
 
 
 class Overlap:
-    """Updates of tiles as soon as their gradients are final. See ``BackwardUpdates``."""
+    """Updates of tiles as soon as their gradients are final. See ``BackwardUpdates``.
+
+    Attributes:
+        takes_part: True if threads that wait for updates make some; see [Note: who waits takes part].
+    """
 
     def __init__(self, states: FlashStates) -> None:
         """Prepare; ``listen`` begins."""
@@ -92,6 +103,8 @@ class Overlap:
         self._under_way: set[Future[None]] = (
             set()
         )  # of these, without those that are known to be done
+        # tiles whose updates no thread may have begun yet, oldest first
+        self._pending: deque[tuple[Tile, Future[None]]] = deque()
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
         # what stands for gradients that were used up, by parameter
         self._freed: dict[int, OffloadedGradient] = {}
@@ -105,6 +118,7 @@ class Overlap:
         self._averaged: dict[int, Tensor] = {}
         self._failure: BaseException | None = None  # of a report
         self._has_looked = False  # for modules that average
+        self.takes_part = False
         if states.gradients is not None:
             states.gradients.is_used_now = self._is_used_now
 
@@ -129,6 +143,7 @@ class Overlap:
                 if tile not in mine[-1:]:
                     mine.append(tile)
         self._note_followed()
+        self.takes_part = all(param.local.device.type == "cpu" for param in states.params)
         for param in states.params:
             if param.index not in self._listening and param.tensor.requires_grad:
                 self._listening.add(param.index)
@@ -205,6 +220,8 @@ class Overlap:
         try:
             self._check_unchanged(step)
             self._take_the_rest(step)
+            while self._update_next(step):
+                pass
             wait_for_all(list(self._futures.values()))
         except BaseException as error:
             if self._futures:
@@ -343,7 +360,8 @@ class Overlap:
             states.pipeline.is_awaited = True
             try:
                 with waiting_for(StallCause.UPDATE, param.name):
-                    wait(under_way, return_when="FIRST_COMPLETED")
+                    if not self._update_next(self._step):
+                        wait(under_way, return_when="FIRST_COMPLETED")
             finally:
                 states.pipeline.is_awaited = False
 
@@ -381,9 +399,41 @@ class Overlap:
 
     def _submit(self, tile: Tile, step: UpdatePass) -> None:
         future = self._states.pool.submit(self._update, tile, step)
+        self._note_under_way(tile, future)
+        self._pending.append((tile, future))
+
+    def _note_under_way(self, tile: Tile, future: Future[None]) -> None:
         self._futures[tile.index] = future
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
+
+    def _update_next(self, step: UpdatePass | None) -> bool:
+        """Update the next tile that no thread has begun, in this thread; return False if there is none.
+
+        See [Note: who waits takes part]. An error is raised by ``finish``; an interrupt at once.
+        """
+        if step is None or not self.takes_part:
+            return False
+        while self._pending:
+            with suppress(IndexError):  # another thread has taken the last one
+                tile, others = self._pending.popleft()
+                if not others.cancel():
+                    continue
+                mine: Future[None] = Future()
+                mine.set_running_or_notify_cancel()
+                self._note_under_way(tile, mine)
+                try:
+                    with torch.no_grad():
+                        self._update(tile, step)
+                except BaseException as error:
+                    mine.set_exception(error)
+                    if not isinstance(error, Exception):
+                        self._states.mark_inconsistent(error)
+                        raise
+                else:
+                    mine.set_result(None)
+                return True
+        return False
 
     def _update(self, tile: Tile, step: UpdatePass) -> None:
         """In a thread of the pool."""
@@ -503,6 +553,7 @@ class Overlap:
         self._used.clear()
         self._missing.clear()
         self._futures.clear()
+        self._pending.clear()
         self._left.clear()
         self.forget_freed()
         self._freeable.clear()
