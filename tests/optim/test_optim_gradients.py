@@ -128,20 +128,25 @@ def test_what_fits_is_not_written_and_takes_no_space(small):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_gradients_that_wait_are_counted_without_a_look_at_all_others(small, monkeypatch, overlap):
+@pytest.mark.parametrize("least", [0, 1 << 16])
+@pytest.mark.parametrize("memory", [1200, "1MiB"])
+def test_gradients_that_wait_are_counted_without_a_look_at_all_others(
+    small, monkeypatch, overlap, least, memory
+):
     """With 580 parameters that took a sixth of a step."""
     looked = []
     look = gradients.gradient_here
     monkeypatch.setattr(gradients, "gradient_here", lambda p: looked.append(p) or look(p))
+    monkeypatch.setattr(gradients, "LEAST_BYTES", least)
     model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(40)))
-    a = FlashAdamW(model.parameters(), gradient_memory=1200, overlap=overlap, **small)
+    a = FlashAdamW(model.parameters(), gradient_memory=memory, overlap=overlap, **small)
     with closing(a):
         for step in range(3):
             looked.clear()
             backward(model, step)
             a.step()
             a.zero_grad()
-            assert kept(a).written or overlap
+            assert bool(kept(a).written) == (memory == 1200 and not least and not overlap)
     assert len(looked) < 20 * 80
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -101,8 +101,7 @@ class Gradients:
             allow_memory_filesystem=allow_memory_filesystem,
         )
         self._lock = Lock()
-        self._holding = set(range(len(params)))
-        """Parameters whose gradients may be in memory: all that are, unless set by hand in a step."""
+        self._waiting = _Waiting(params)
         self._listening: dict[int, Any] = {}
         self._writes = TransferWindow[Transfer](limit_bytes=FLYING_BYTES)
         self._failure: BaseException | None = None
@@ -120,23 +119,13 @@ class Gradients:
                 listen = param.tensor.register_post_accumulate_grad_hook
                 self._listening[param.index] = listen(_settling(self, param.index))  # type: ignore[no-untyped-call]
 
-    def holds_too_much(self, param: Param) -> bool:
-        """Return whether more waits in memory than the budget.
+    def has_excess(self) -> bool:
+        """Return whether more waits in memory than the budget. In any thread."""
+        return self._waiting.exceed(self.budget_bytes)
 
-        It is called when a gradient has come, so it looks only where one may be.
-
-        Args:
-            param: Its gradient has come, or was changed.
-        """
-        self._holding.add(param.index)
-        held = 0
-        for index in list(self._holding):
-            self._holding.discard(index)  # before looking: another thread may add it meanwhile
-            nbytes = _bytes_in_memory(gradient_here(self._params[index].tensor))
-            if nbytes:
-                self._holding.add(index)
-                held += nbytes
-        return held > self.budget_bytes
+    def note(self, param: Param) -> None:
+        """Note that a parameter's gradient has come, has left memory or was changed. In any thread."""
+        self._waiting.note(param)
 
     def trim(self) -> None:
         """Free memory that holds no gradient."""
@@ -158,11 +147,11 @@ class Gradients:
 
     def settle(self, param: Param) -> None:
         """Offload a parameter's gradient, which was accumulated, if too many wait in memory."""
-        self._holding.add(param.index)
+        self.note(param)
         grad = gradient_here(param.tensor)
         if grad is None or isinstance(grad, OffloadedGradient) or param.index in self._replaced:
             return
-        if not self._must_be_offloaded(param, grad):
+        if not self._must_be_offloaded(grad):
             return
         flat = param.flat_grad()
         assert flat is not None
@@ -170,6 +159,7 @@ class Gradients:
         if self._offload(place):
             nbytes = grad.nbytes
             set_local_gradient(param.tensor, OffloadedGradient(place, self, param.local))
+            self.note(param)
             self._replaced.leaves(param.index)
             del grad, flat
             self._free_heap(nbytes)
@@ -201,9 +191,11 @@ class Gradients:
         param = self._params[place.param]
         self._forget(place)
         place.real, place.norm = real, None
+        self.note(param)
         is_wanted = place.stays or self.is_used_now(param)
-        if not is_wanted and self._must_be_offloaded(param, real):
+        if not is_wanted and self._must_be_offloaded(real):
             self._offload(place)
+            self.note(param)
 
     def _free_heap(self, nbytes: int) -> None:
         """Return freed memory to the system now and then.
@@ -216,12 +208,12 @@ class Gradients:
             self._freed = 0
             trim_heap()
 
-    def _must_be_offloaded(self, param: Param, grad: Tensor) -> bool:
+    def _must_be_offloaded(self, grad: Tensor) -> bool:
         return (
-            self.holds_too_much(param)
-            and self._failure is None
+            self._failure is None
             and grad.nbytes > LEAST_BYTES
             and grad.layout == torch.strided
+            and self.has_excess()
         )
 
     def _offload(self, place: GradientPlace) -> bool:
@@ -304,7 +296,7 @@ class Gradients:
         if self._failure is not None:
             self._note_failure(self._failure)
             self._failure = None  # the next ones are tried again
-        self._holding = set(range(len(self._params)))
+        self._waiting.begin_again()
         self.written_in_step = self.written - self._written_before
         self._written_before = self.written
         self._forget_readings()
@@ -412,9 +404,59 @@ def _note_written(
             if not isinstance(error, SourceChangedError):
                 mine._failure = error
     if error is not None:
+        mine.note(mine._params[place.param])
         discard_all(mine._spill.open(), tickets)
     else:
         del real  # not under the lock
+
+
+class _Waiting:
+    """Bytes of gradients that wait in memory and are not being written. Thread-safe.
+
+    To ask all parameters at each gradient takes the square of their number. So each is asked when its
+    gradient comes or leaves, and all are when that seems too much, but not more often than it pays.
+    """
+
+    def __init__(self, params: Sequence[Param]) -> None:
+        """Count none."""
+        self._params = params
+        self._lock = Lock()
+        self._nbytes: dict[int, int] = {}  # by parameter
+        self._total = 0
+        self._asked: int | None = None  # since all were; None: all are to be
+
+    def begin_again(self) -> None:
+        """Ask all parameters when the next gradient comes: some may have one that no hook has told of."""
+        self._asked = None
+
+    def note(self, param: Param) -> None:
+        """Ask a parameter."""
+        with self._lock:
+            if self._asked is None:
+                self._ask_all(range(len(self._params)))
+            else:
+                self._asked += 1
+                self._ask(param.index)
+
+    def exceed(self, limit_bytes: int) -> bool:
+        """Return whether there are more bytes than this."""
+        with self._lock:
+            is_due = self._asked is not None and self._asked >= len(self._nbytes)
+            if is_due and self._total > limit_bytes:
+                self._ask_all(list(self._nbytes))
+            return self._total > limit_bytes
+
+    def _ask_all(self, indices: Iterable[int]) -> None:
+        self._asked = 0
+        for index in indices:
+            self._ask(index)
+
+    def _ask(self, index: int) -> None:
+        self._total -= self._nbytes.pop(index, 0)
+        nbytes = _bytes_in_memory(gradient_here(self._params[index].tensor))
+        if nbytes:
+            self._nbytes[index] = nbytes
+            self._total += nbytes
 
 
 def _bytes_in_memory(grad: Tensor | None) -> int:

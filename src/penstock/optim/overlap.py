@@ -48,6 +48,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from threading import get_ident
 from typing import Any, Final
 
 import torch
@@ -105,6 +106,7 @@ class Overlap:
         )  # of these, without those that are known to be done
         # tiles whose updates no thread may have begun yet, oldest first
         self._pending: deque[tuple[Tile, Future[None]]] = deque()
+        self._making: dict[Future[None], int] = {}  # updates outside of the pool, and their threads
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
         # what stands for gradients that were used up, by parameter
         self._freed: dict[int, OffloadedGradient] = {}
@@ -201,6 +203,7 @@ class Overlap:
                 del _listeners[param.tensor]
         for future in self._futures.values():
             future.cancel()
+        wait([each for each, thread in list(self._making.items()) if thread != get_ident()])
 
     def finish(self) -> None:
         """Update what is left, and wait for everything. Raises as ``FlashStates.step``."""
@@ -345,8 +348,10 @@ class Overlap:
         write gradients to it would make it later.
         """
         states, gradients = self._states, self._states.gradients
+        if gradients is not None:
+            gradients.note(param)
         while True:
-            has_excess = gradients is not None and gradients.holds_too_much(param)
+            has_excess = gradients is not None and gradients.has_excess()
             is_crowded = states.holds.is_crowded
             if not (has_excess or is_crowded):
                 return
@@ -410,29 +415,34 @@ class Overlap:
     def _update_next(self, step: UpdatePass | None) -> bool:
         """Update the next tile that no thread has begun, in this thread; return False if there is none.
 
-        See [Note: who waits takes part]. An error is raised by ``finish``; an interrupt at once.
+        See [Note: who waits takes part]. An error is raised by ``finish``; an interrupt at once, which ends
+        the pass.
         """
-        if step is None or not self.takes_part:
-            return False
-        while self._pending:
-            with suppress(IndexError):  # another thread has taken the last one
-                tile, others = self._pending.popleft()
-                if not others.cancel():
+        while self.takes_part and step is not None:
+            try:
+                tile, queued = self._pending.popleft()
+            except IndexError:
+                break
+            own: Future[None] = Future()
+            own.set_running_or_notify_cancel()
+            self._making[own] = get_ident()
+            try:
+                if not queued.cancel():
                     continue
-                mine: Future[None] = Future()
-                mine.set_running_or_notify_cancel()
-                self._note_under_way(tile, mine)
-                try:
-                    with torch.no_grad():
-                        self._update(tile, step)
-                except BaseException as error:
-                    mine.set_exception(error)
-                    if not isinstance(error, Exception):
-                        self._states.mark_inconsistent(error)
-                        raise
-                else:
-                    mine.set_result(None)
-                return True
+                self._note_under_way(tile, own)
+                with torch.no_grad():
+                    self._update(tile, step)
+                own.set_result(None)
+            except BaseException as error:
+                if not own.done():
+                    own.set_exception(error)
+                if not isinstance(error, Exception):
+                    self._states.mark_inconsistent(error)
+                    self._give_up()
+                    raise
+            finally:
+                del self._making[own]
+            return True
         return False
 
     def _update(self, tile: Tile, step: UpdatePass) -> None:
@@ -462,6 +472,8 @@ class Overlap:
             place.real = None
             self._freed[index] = OffloadedGradient(place, self, param.local)
             set_local_gradient(tensor, self._freed[index])
+            if self._states.gradients is not None:
+                self._states.gradients.note(param)
 
     # -- for who uses a gradient that was used up -------------------------------------------------
 
@@ -538,11 +550,13 @@ class Overlap:
 
     def _give_up(self) -> None:
         """Forget a pass that failed, when no thread is at work on it any more."""
-        with suppress(Exception):
-            for future in self._futures.values():
-                future.cancel()
-            wait_for_all(list(self._futures.values()))
-        self._clear()
+        try:
+            with suppress(BaseException):  # of the updates: the pass has failed already
+                for future in self._futures.values():
+                    future.cancel()
+                wait_for_all(list(self._futures.values()))
+        finally:
+            self._clear()
 
     def _clear(self) -> None:
         self._step = None

@@ -55,10 +55,6 @@ class BackwardUpdates(Protocol):
     def is_under_way(self) -> bool:
         """True if backward has begun a pass that ``finish`` has not ended."""
 
-    @property
-    def takes_part(self) -> bool:
-        """True if threads that wait for updates make some."""
-
     def listen(self) -> None:
         """Listen to parameters that were added."""
 
@@ -568,15 +564,14 @@ class FlashStates:
                 return
             longest = max((tile.record_bytes for tile in self.tiles), default=0)
             ring = max(RING, RING_BYTES * self.config.tile // max(longest, 1))
-            threads = self.threads + (self.overlap is not None and self.overlap.takes_part)
-            ring += max(0, threads - _THREADS)
+            ring += max(0, self.threads - _THREADS)
             room = max((tile.record_bytes + slack_bytes(tile) for tile in self.tiles), default=0)
             wanted = self.config.host_bytes // max(room, 1)
             count = max(1, min(max(ring, wanted), len(self.tiles)))
             self._pipeline = TilePipeline(
                 self.store,
                 count=count,
-                least=min(count, threads + 2),
+                least=min(count, self.threads + 2),
                 buffer_bytes=room,
                 write_through=self.config.durable,
                 squeezer=self._squeezer,

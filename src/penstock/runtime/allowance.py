@@ -27,10 +27,10 @@
        observed pass; what it has grown by is other as well.
 
     Other never falls, or plans would change to and fro; but it is measured anew when the session is open,
-    as weights that were in memory are on flash then. What was high once (algorithms that were tried for
-    ``torch.backends.cudnn.benchmark``) stays so, and a limit is then better given. A limit of saved
-    tensors that was found is an estimate: it is exceeded rather than that anything fails for it
-    (``Account.advisory``).
+    as weights that were in memory are on flash then, and before the first training call. What was high
+    once (algorithms that were tried for ``torch.backends.cudnn.benchmark``) stays so, and a limit is then
+    better given. A limit of saved tensors that was found is an estimate: it is exceeded rather than that
+    anything fails for it (``Account.advisory``).
 
 [Note: who yields]
     Where saved tensors are in host memory, they share one limit with all else that Penstock holds there:
@@ -141,6 +141,7 @@ class Remainder:
 
     def begin_again(self) -> None:
         """Forget what the program held before: it has freed memory that it does not take again."""
+        self._base_bytes = self._held_bytes = None
         self._last = self._measure()
         self.other_bytes = self._last.now - self._account.used_bytes
 
@@ -345,7 +346,7 @@ class SharedAllowance:
 
     def begin_again(self, step_bytes: int) -> int:
         """Return the limit in bytes when that of the parent was found anew, before the first pass."""
-        self._has_begun = True
+        self._has_begun, self._is_settled = True, False
         return self._left()
 
     def look(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Final
 
 from penstock.observe.clock import Clock
@@ -37,6 +38,7 @@ class ComputeTime:
         self.timer = timer
         self.watch: list[Callable[[], None]] = []
         self._clock = clock
+        self._waiting = set[int]()  # threads
 
     def now_ns(self) -> int:
         """The time now."""
@@ -60,15 +62,23 @@ class ComputeTime:
     def waiting(self, recorder: Recorder, cause: StallCause, name: str) -> Iterator[None]:
         """Leave out what this thread waits in this block, and report it as a stall.
 
+        A block inside of another one is a part of that.
+
         Args:
             recorder: Gets the stall.
             cause: Its cause.
             name: What is waited for.
         """
+        thread = get_ident()
+        if thread in self._waiting:
+            yield
+            return
+        self._waiting.add(thread)
         since, start_ns = self.wait_begins(), self._clock.now_ns()
         try:
             yield
         finally:
+            self._waiting.discard(thread)
             self.wait_ends(since)
             end_ns = self._clock.now_ns()
             if end_ns - start_ns >= _NOTABLE_NS:

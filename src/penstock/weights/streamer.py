@@ -47,8 +47,8 @@ class WeightStreamer:
 
     Attributes:
         account: Account of the weights in memory, whose limit the streamer keeps. It yields.
-        before_training: Called once, with the most bytes that autograd may hold of the weights' gradients
-            at any one time, before the first call of a module with autograd.
+        before_training: Called before the first call of a module with autograd enabled, with the most
+            bytes that autograd may hold of the weights' gradients at any one time; then None.
     """
 
     def __init__(
@@ -111,8 +111,7 @@ class WeightStreamer:
         if not calls:
             is_training = torch.is_grad_enabled()
             if is_training and self.before_training is not None:
-                self.before_training(self._gradient_bytes())
-                self.before_training = None
+                self._begin_training(self.before_training)
             with self._table.wake:
                 self._table.order.begin(None if is_training else id(module))
         pinned: list[Stay] = []
@@ -155,6 +154,14 @@ class WeightStreamer:
                 self._reads.release(stay)
             if entered is module:
                 return
+
+    def _begin_training(self, before: Callable[[int], None]) -> None:
+        self.before_training = None
+        try:
+            before(self._gradient_bytes())
+        except BaseException:
+            self.before_training = before
+            raise
 
     def _gradient_bytes(self) -> int:
         """Return the length of three gradients of the longest trained weight.
@@ -296,9 +303,9 @@ class WeightStreamer:
         Raises:
             TransferError: Some could not be written; they are ordinary parameters in memory now.
         """
+        self.before_training = None
         if self._table.guard.in_child:
             return  # the weights are the parent's
-        self.before_training = None
         with paused_holders():
             self._take_all_home()
 
