@@ -415,8 +415,8 @@ class Overlap:
     def _update_next(self, step: UpdatePass | None) -> bool:
         """Update the next tile that no thread has begun, in this thread; return False if there is none.
 
-        See [Note: who waits takes part]. An error is raised by ``finish``. An interrupt is raised at once;
-        it ends the pass.
+        See [Note: who waits takes part]. An error is raised by ``finish``. An interrupt is raised at
+        once; it ends the pass.
         """
         while self.takes_part and step is not None:
             try:
