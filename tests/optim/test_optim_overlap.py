@@ -2,7 +2,7 @@
 
 import threading
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import get_ident, main_thread
 
 import pytest
@@ -299,3 +299,31 @@ def test_after_an_interrupt_of_an_update_the_states_can_be_loaded(
             optimizer.step()
             optimizer.zero_grad()
     assert_same(ours.parameters(), theirs.parameters())
+
+
+def test_closing_waits_for_an_update_in_the_thread_that_waits(both, monkeypatch):
+    ours, _, a, _ = both(threads=1, tile=512, gradient_memory=0)
+    states, order = a._penstock, []
+    begun = threading.Event()
+    update, close = states.update, states.store.close
+
+    def slowly(tile, step):
+        begun.set()
+        closing.join(0.8)
+        update(tile, step)
+        order.append("updated")
+
+    def closes():
+        assert begun.wait(10)
+        a.close()
+
+    monkeypatch.setattr(states, "update", slowly)
+    monkeypatch.setattr(states.store, "close", lambda: order.append("closed") or close())
+    closing = threading.Thread(target=closes)
+    closing.start()
+    with busy(a) as gate, suppress(ClosedError):
+        threading.Timer(0.2, gate.set).start()
+        backward(ours, 0)
+    closing.join(10)
+    assert order[0] == "updated"
+    assert order.count("closed") == 1 == len(order) - order.index("closed")

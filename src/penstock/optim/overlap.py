@@ -194,6 +194,7 @@ class Overlap:
     def close(self) -> None:
         """Stop listening. Idempotent."""
         self._followed.clear()
+        self.takes_part = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -427,7 +428,7 @@ class Overlap:
             own.set_running_or_notify_cancel()
             self._making[own] = get_ident()
             try:
-                if not queued.cancel():
+                if not (self.takes_part and queued.cancel()):
                     continue
                 self._note_under_way(tile, own)
                 with torch.no_grad():
