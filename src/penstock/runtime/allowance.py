@@ -16,7 +16,8 @@
 
     1. When the session is opened, other is what is allocated then, and what the step will take is not
        known. So half of what is left is the limit of saved tensors, until the first pass is over. What
-       gradients of long weights on flash will take is known, and is not left.
+       gradients of long weights on flash will take is known, and if it is more than the other half, it
+       is not left.
     2. In an observed pass other is measured at each of its moments: what is allocated, less what is
        charged. What was allocated and freed again between two of them, as the workspace of an
        operator, shows in the memory's own peak, if that has risen. If it was higher before (and it
@@ -220,11 +221,13 @@ class FoundAllowance:
         """Return the limit in bytes, before the first pass, when weights have left memory.
 
         Args:
-            step_bytes: Bytes that the first step is known to take beside the account; the limit is that
-                much lower until they are measured.
+            step_bytes: Bytes that the first step is known to take beside the account. If they are more
+                than half of what is left, the limit is that much lower until they are measured.
         """
         self._remainder.begin_again()
-        self._step_bytes = step_bytes
+        self._step_bytes = 0
+        if step_bytes > self.limit_bytes // 2:
+            self._step_bytes = step_bytes
         return self._found(self._parts)
 
     def cede(self, nbytes: int) -> bool:
