@@ -388,8 +388,8 @@ def begin_again(shared, step_bytes):
 def test_the_first_step_has_room_for_what_it_is_known_to_take():
     """Such are gradients of long weights: the process was killed for those of a tied embedding."""
     shared = Shared(found=True)
-    begin_again(shared, 28 * MIB)
-    assert shared.memory.limit_bytes == 60 * MIB  # the half that is left is enough
+    begin_again(shared, 20 * MIB)
+    assert shared.memory.limit_bytes == 60 * MIB  # a third of it is in the half that is left
     begin_again(shared, 36 * MIB)
     assert shared.memory.limit_bytes == 24 * MIB
     assert shared.limits == (9, 3)

@@ -16,7 +16,7 @@
 
     1. When the session is opened, other is what is allocated then, and what the step will take is not
        known. So half of what is left is the limit of saved tensors, until the first pass is over. What
-       gradients of long weights on flash will take is known, and if it is more than the other half, it
+       gradients of long weights on flash will take is known, and if it is more than a third, it
        is not left.
     2. In an observed pass other is measured at each of its moments: what is allocated, less what is
        charged. What was allocated and freed again between two of them, as the workspace of an
@@ -222,11 +222,11 @@ class FoundAllowance:
 
         Args:
             step_bytes: Bytes that the first step is known to take beside the account. If they are more
-                than half of what is left, the limit is that much lower until they are measured.
+                than a third of what is left, the limit is that much lower until they are measured.
         """
         self._remainder.begin_again()
         self._step_bytes = 0
-        if step_bytes > self.limit_bytes // 2:
+        if step_bytes > self.limit_bytes // 3:
             self._step_bytes = step_bytes
         return self._found(self._parts)
 
