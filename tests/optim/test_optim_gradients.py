@@ -345,8 +345,7 @@ def test_update_in_backward_uses_gradients_up(settings, small):
         for turn in range(times):
             backward(ours, 10 * step + turn)
             backward(theirs, 10 * step + turn)
-        for future in list(a._penstock.overlap._futures.values()):
-            future.result(10)
+        a._penstock.overlap.updates.wait()
         assert held_bytes(ours) == 0
         with pytest.raises(ConfigError, match=r"is gone: overlap=True.*clip_norm"):
             torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
@@ -363,8 +362,7 @@ def test_an_optimizer_that_is_closed_takes_along_what_stands_for_gradients(small
     model = network()
     a = FlashAdamW(model.parameters(), gradient_memory=0, overlap=True, **small)
     backward(model, 0)
-    for future in list(a._penstock.overlap._futures.values()):
-        future.result(10)
+    a._penstock.overlap.updates.wait()
     other = FlashAdamW(model.parameters(), gradient_memory=0, **small)
     with closing(other), pytest.raises(ConfigError, match="is gone: overlap=True"):
         other.step()

@@ -51,8 +51,7 @@ def test_the_bits_are_torchs_and_tiles_are_updated_before_step(settings, both):
     for step in range(6):
         before = ours[4].weight.detach().clone()
         assert backward(ours, step) == backward(theirs, step)
-        for future in list(a._penstock.overlap._futures.values()):
-            future.result(10)
+        a._penstock.overlap.updates.wait()
         assert not torch.equal(before, ours[4].weight)
         a.step()
         b.step()
@@ -64,7 +63,7 @@ def test_the_bits_are_torchs_and_tiles_are_updated_before_step(settings, both):
 def test_the_first_records_of_a_pass_are_read_before_their_gradients_come(both):
     """After a step the buffers hold what was visited last, and the next backward needs that last."""
     ours, _, a, _ = both(threads=1, tile=512)
-    a._penstock.overlap.takes_part = False  # or two threads may visit two tiles in another order
+    a._penstock.overlap.updates.takes_part = False  # or two threads change the order
     pipeline, visits, read = a._penstock.pipeline, [], []
     assert len(a._penstock.tiles) > 2 * pipeline.count
     acquire, start_read = pipeline.acquire, pipeline.store.start_read
@@ -98,7 +97,7 @@ def test_the_first_records_of_a_pass_are_read_before_their_gradients_come(both):
 def test_a_step_writes_what_is_told(both, tile, host_memory):
     """Tiles pass through a part of the buffers, and the rest stay."""
     ours, _, a, _ = both(threads=1, tile=tile, host_memory=host_memory)
-    a._penstock.overlap.takes_part = False  # or two threads may visit two tiles in another order
+    a._penstock.overlap.updates.takes_part = False  # or two threads change the order
     store = a._penstock.store
     for step in range(5):
         before = store.written, store.read

@@ -182,8 +182,7 @@ def test_an_update_in_backward_frees_the_gradient_of_a_weight_at_home(small, fla
     optimizer = FlashAdamW(model.parameters(), lr=1e-2, overlap=True, **small)
     with flash(model) as streamer:
         nn.functional.cross_entropy(model(torch.arange(8)), torch.arange(8)).backward()
-        for future in list(optimizer._penstock.overlap._futures.values()):
-            future.result(10)
+        optimizer._penstock.overlap.updates.wait()
         for parameter in model.parameters():
             kind = torch.Tensor if home_of(parameter) is None else OffloadedGradient
             assert type(parameter.grad) is kind

@@ -31,12 +31,6 @@ layers computed. ``step`` updates the other tiles and waits.
     gradient is freed as soon as all tiles of its parameter are updated. Until ``step`` has ended, a
     gradient without memory stands for it, and whoever uses that gets an error: clipping would have no
     effect. Backward waits while gradients beyond the budget wait for their tiles.
-
-[Note: who waits takes part]
-    A thread that waits for updates makes the next one itself if no thread of the pool has begun it: the
-    cores on which it computes would be idle. More threads in the pool would take cores from computing
-    where updates are not late. With parameters on a device the thread is autograd's own for it, and its
-    stream the one that backward computes on, so there it only waits.
 """
 
 from __future__ import annotations
@@ -44,11 +38,10 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
-from threading import get_ident
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -70,10 +63,10 @@ from penstock.optim.averaged import (
 from penstock.optim.config import RING
 from penstock.optim.offloaded_gradient import GradientPlace, OffloadedGradient
 from penstock.optim.params import Param, Tile
-from penstock.optim.pool import wait_for_all
 from penstock.optim.shards import gradient_here, set_local_gradient, shard_fingerprint
 from penstock.optim.states import FlashStates
 from penstock.optim.update import UpdatePass
+from penstock.optim.update_queue import UpdateQueue
 from penstock.staging import ready_event
 
 _NOTHING: Final = torch.empty(0)
@@ -81,11 +74,7 @@ _listeners: Any = WeakIdKeyDictionary()  # parameter: a weak reference to its Ov
 
 
 class Overlap:
-    """Updates of tiles as soon as their gradients are final. See ``BackwardUpdates``.
-
-    Attributes:
-        takes_part: True if threads that wait for updates make some; see [Note: who waits takes part].
-    """
+    """Updates of tiles as soon as their gradients are final. See ``BackwardUpdates``."""
 
     def __init__(self, states: FlashStates) -> None:
         """Prepare; ``listen`` begins."""
@@ -100,13 +89,7 @@ class Overlap:
         # gradients, and their versions and fingerprints then
         self._used: dict[int, tuple[Tensor, int, Tensor | None]] = {}
         self._missing: dict[int, int] = {}  # by tile: parameters whose gradient is not final
-        self._futures: dict[int, Future[None]] = {}
-        self._under_way: set[Future[None]] = (
-            set()
-        )  # of these, without those that are known to be done
-        # tiles whose updates no thread may have begun yet, oldest first
-        self._pending: deque[tuple[Tile, Future[None]]] = deque()
-        self._making: dict[Future[None], int] = {}  # updates outside of the pool, and their threads
+        self.updates = UpdateQueue()
         self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
         # what stands for gradients that were used up, by parameter
         self._freed: dict[int, OffloadedGradient] = {}
@@ -120,7 +103,6 @@ class Overlap:
         self._averaged: dict[int, Tensor] = {}
         self._failure: BaseException | None = None  # of a report
         self._has_looked = False  # for modules that average
-        self.takes_part = False
         if states.gradients is not None:
             states.gradients.is_used_now = self._is_used_now
 
@@ -145,7 +127,7 @@ class Overlap:
                 if tile not in mine[-1:]:
                     mine.append(tile)
         self._note_followed()
-        self.takes_part = all(param.local.device.type == "cpu" for param in states.params)
+        self.updates.takes_part = all(param.local.device.type == "cpu" for param in states.params)
         for param in states.params:
             if param.index not in self._listening and param.tensor.requires_grad:
                 self._listening.add(param.index)
@@ -194,7 +176,6 @@ class Overlap:
     def close(self) -> None:
         """Stop listening. Idempotent."""
         self._followed.clear()
-        self.takes_part = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -202,9 +183,7 @@ class Overlap:
             other = _listeners.get(param.tensor)
             if other is not None and other() is self:
                 del _listeners[param.tensor]
-        for future in self._futures.values():
-            future.cancel()
-        wait([each for each, thread in list(self._making.items()) if thread != get_ident()])
+        self.updates.close()
 
     def finish(self) -> None:
         """Update what is left, and wait for everything. Raises as ``FlashStates.step``."""
@@ -213,7 +192,7 @@ class Overlap:
         step = self._step
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            if self._futures:
+            if self.updates:
                 states.mark_inconsistent(failure)
             self._give_up()
             raise failure
@@ -224,18 +203,18 @@ class Overlap:
         try:
             self._check_unchanged(step)
             self._take_the_rest(step)
-            while self._update_next(step):
+            while self.updates.make_next():
                 pass
-            wait_for_all(list(self._futures.values()))
+            self.updates.wait()
         except BaseException as error:
-            if self._futures:
+            if self.updates:
                 states.mark_inconsistent(error)
             self._give_up()
             raise
         if states.config.clip_norm is not None:
             states.note_norm(step.grads, self._norms)
         states.end_pass(step, begun)
-        self._order = [states.tiles[index] for index in self._futures]
+        self._order = [states.tiles[index] for index in self.updates]
         self._clear()
         self._read_ahead()
 
@@ -356,7 +335,7 @@ class Overlap:
             is_crowded = states.holds.is_crowded
             if not (has_excess or is_crowded):
                 return
-            under_way = [future for future in list(self._under_way) if not future.done()]
+            under_way = self.updates.under_way()
             if not under_way:
                 if is_crowded:
                     states.holds.interrupt()
@@ -366,7 +345,7 @@ class Overlap:
             states.pipeline.is_awaited = True
             try:
                 with waiting_for(StallCause.UPDATE, param.name):
-                    if not self._update_next(self._step):
+                    if not self._update_next():
                         wait(under_way, return_when="FIRST_COMPLETED")
             finally:
                 states.pipeline.is_awaited = False
@@ -404,50 +383,19 @@ class Overlap:
         self._has_looked = True
 
     def _submit(self, tile: Tile, step: UpdatePass) -> None:
-        future = self._states.pool.submit(self._update, tile, step)
-        self._note_under_way(tile, future)
-        self._pending.append((tile, future))
+        self.updates.submit(tile.index, partial(self._update, tile, step), self._states.pool)
 
-    def _note_under_way(self, tile: Tile, future: Future[None]) -> None:
-        self._futures[tile.index] = future
-        self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
-
-    def _update_next(self, step: UpdatePass | None) -> bool:
-        """Update the next tile that no thread has begun, in this thread; return False if there is none.
-
-        See [Note: who waits takes part]. An error is raised by ``finish``. An interrupt is raised at
-        once; it ends the pass.
-        """
-        while self.takes_part and step is not None:
-            try:
-                tile, queued = self._pending.popleft()
-            except IndexError:
-                break
-            own: Future[None] = Future()
-            own.set_running_or_notify_cancel()
-            self._making[own] = get_ident()
-            try:
-                if not (self.takes_part and queued.cancel()):
-                    continue
-                self._note_under_way(tile, own)
-                with torch.no_grad():
-                    self._update(tile, step)
-                own.set_result(None)
-            except BaseException as error:
-                if not own.done():
-                    own.set_exception(error)
-                if not isinstance(error, Exception):
-                    self._states.mark_inconsistent(error)
-                    self._give_up()
-                    raise
-            finally:
-                del self._making[own]
-            return True
-        return False
+    def _update_next(self) -> bool:
+        """Make an update in this thread: see ``UpdateQueue.make_next``. An interrupt ends the pass."""
+        try:
+            return self.updates.make_next()
+        except BaseException as error:
+            self._states.mark_inconsistent(error)
+            self._give_up()
+            raise
 
     def _update(self, tile: Tile, step: UpdatePass) -> None:
-        """In a thread of the pool."""
+        """In a thread of the pool, or one that waits for it."""
         self._states.update(tile, step)
         with self._lock:
             for piece in tile.pieces:
@@ -498,7 +446,7 @@ class Overlap:
                 continue
             grad = param.flat_grad()
             if grad is not None:
-                if any(t.index in self._futures for t in self._tiles_of.get(param.index, ())):
+                if any(t.index in self.updates for t in self._tiles_of.get(param.index, ())):
                     raise ConfigError(
                         f"the gradient of parameter {param.name} came after its tile was updated, which"
                         " overlap=True has done in backward (a frozen parameter that was given one?);"
@@ -507,7 +455,7 @@ class Overlap:
                 step.grads[param.index] = grad
                 step.ready[param.index] = ready_event(param.local.device)
         for tile in states.order(step.grads):
-            if tile.index not in self._futures:
+            if tile.index not in self.updates:
                 self._submit(tile, step)
 
     def _check_unchanged(self, step: UpdatePass) -> None:
@@ -553,9 +501,8 @@ class Overlap:
         """Forget a pass that failed, when no thread is at work on it any more."""
         try:
             with suppress(BaseException):  # of the updates: the pass has failed already
-                for future in self._futures.values():
-                    future.cancel()
-                wait_for_all(list(self._futures.values()))
+                self.updates.cancel()
+                self.updates.wait()
         finally:
             self._clear()
 
@@ -567,8 +514,7 @@ class Overlap:
         self._times.clear()
         self._used.clear()
         self._missing.clear()
-        self._futures.clear()
-        self._pending.clear()
+        self.updates.clear()
         self._left.clear()
         self.forget_freed()
         self._freeable.clear()
