@@ -43,6 +43,7 @@ from penstock.runtime.allowance import DeviceAllowance, FoundAllowance
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
+from penstock.runtime.first_limits import FirstLimits
 from penstock.runtime.inspection import SessionState, tier_state
 from penstock.runtime.loader_demand import LoaderReads, Loaders
 from penstock.runtime.planner import Planner, PlannerSettings
@@ -190,9 +191,8 @@ class Session:
             look_up_kernels()
             self._open()
             self._attach()
-            self._look_at_memory()
             if self._weights is not None:
-                self._weights.before_training = self._look_at_memory
+                self._find_first_limits(self._weights)
         except BaseException:
             if self in _open:
                 self._detach()
@@ -489,23 +489,19 @@ class Session:
         )
         self.recorder.begin_step(0)
 
-    def _look_at_memory(self, step_bytes: int = 0) -> None:
-        """Find limits anew, since weights that were in memory rest on flash now.
-
-        Args:
-            step_bytes: Bytes that the first step is known to take beside what Penstock holds.
-
-        Raises:
-            BudgetError: Two weights do not fit.
-        """
+    def _find_first_limits(self, weights: WeightStreamer) -> None:
+        """Find limits anew, as weights that were in memory rest on flash now, until a step is known."""
         assert self._accounts is not None
-        if self._weights is None:
-            return
-        self._accounts.process.begin_again(step_bytes if self._device.type == "cpu" else 0)
-        if self.executor.allowance is not None:
-            self.budget.limit_bytes = self.executor.allowance.begin_again(step_bytes)
-            self.planner.limit(self.budget.limit_bytes)
-        self._weights.check_limit()
+        limits = FirstLimits(
+            self._accounts.process,
+            self.executor,
+            self.planner,
+            on_host=self._device.type == "cpu",
+            check=weights.check_limit,
+        )
+        limits.begin_again()
+        weights.before_training = limits.begin_again
+        weights.in_inference = limits.look if limits.can_look else None
 
     def _detach(self) -> None:
         self._attachment.detach()

@@ -144,6 +144,21 @@ def test_what_is_taken_one_after_the_other_is_no_more_than_the_peak(rig):
     assert rig.allowance.settle() == TOTAL - 50 * MIB - RESERVE
 
 
+def test_what_is_charged_between_two_moments_is_not_beside_it():
+    """Weights that are read ahead, for example: nothing was freed, as far as is known."""
+    memory, others = Account(), [20 * MIB]
+    measure = lambda: Allocated(others[0] + memory.used_bytes, TOTAL, others[0] + memory.used_bytes)  # noqa: E731
+    remainder = Remainder(measure, memory)
+    remainder.look()
+    assert memory.try_take(100 * MIB, SAVED)
+    remainder.look()
+    assert remainder.other_bytes == 20 * MIB
+    others[0] += 4 * MIB
+    memory.free(50 * MIB, SAVED)
+    remainder.look()
+    assert remainder.other_bytes == 24 * MIB
+
+
 def test_what_an_optimizer_makes_in_its_first_step_is_taken_off(rig):
     rig.allowance.look()
     rig.save(8 * MIB)
@@ -319,7 +334,7 @@ class Shared:
         self.needed, self.others = saved, 0
         process = None
         if found:
-            measure = lambda: Allocated(self.memory.used_bytes, self.memory.used_bytes, 0)  # noqa: E731
+            measure = lambda: Allocated(*2 * [self.memory.used_bytes + self.others], 0)  # noqa: E731
             process = self.process = FoundAllowance(
                 Remainder(measure, self.memory),
                 64 * MIB,
@@ -378,6 +393,24 @@ def test_half_of_a_memory_that_was_found_is_left_to_the_first_step():
     assert shared.limits == (45, 15)
     assert shared.weights.extend(8 * MIB)  # longer weights than all before
     assert shared.limits == (53, 7)
+
+
+def test_calls_without_autograd_leave_no_half_to_a_step():
+    """But what they take beside is measured, also within a call."""
+    shared = Shared(found=True)
+    assert shared.allowance.infer(has_ended=False) is None
+    assert shared.limits == (22, 7)
+    assert shared.allowance.infer(has_ended=True) == 15 * MIB
+    assert shared.limits[0] == 45
+    shared.saved.limit_bytes = 15 * MIB
+    assert shared.allowance.infer(has_ended=True) is None
+    shared.others = 16 * MIB
+    shared.memory.limit_bytes = shared.process.lowered()
+    assert shared.allowance.infer(has_ended=False) == 11 * MIB
+    assert shared.limits[0] == 33
+    assert shared.process.lowered() is None
+    begin_again(shared, 0)  # the first training call
+    assert shared.limits == (16, 5)
 
 
 def begin_again(shared, step_bytes):
@@ -459,6 +492,10 @@ def test_in_device_memory_weights_and_saved_tensors_share_what_the_program_leave
 
     assert limits() == [20, 7, 2]  # of half of it
     others[0] = 8 * MIB  # the weights were a part of it
+    saved.limit_bytes = allowance.begin_again(0)
+    assert limits() == [52, 19, 6]
+    saved.limit_bytes = allowance.infer(has_ended=True)
+    assert limits() == [52, 39, 13]
     saved.limit_bytes = allowance.begin_again(0)
     assert limits() == [52, 19, 6]
     allowance.look()

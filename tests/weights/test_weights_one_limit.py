@@ -337,6 +337,59 @@ def test_the_first_step_has_room_for_gradients_of_a_weight_that_is_used_twice(di
     assert done.stdout == "True True True\n", done.stderr
 
 
+INFERENCE_AND_TRAINING = """
+import sys
+
+sys.path.insert(0, sys.argv[2])
+import torch
+
+import penstock
+from penstock.core.memory import ProcessMemory, UsableMemory
+from penstock.core.units import MIB
+from penstock.runtime import memory_limit
+from weights_rig import Chain, train_step
+
+with penstock.built_on_flash(sys.argv[1]):
+    model = Chain(depth=64, width=1024)  # 256 MiB
+torch.ones(64, 64) @ torch.ones(64, 64)
+torch.set_flush_denormal(True)  # or backward takes a minute
+process = ProcessMemory()
+usable = process.held_bytes() + 480 * MIB
+memory_limit.usable_memory = lambda *_, **__: UsableMemory(usable, "a test")
+model.requires_grad_(False).layers[0].requires_grad_(True)
+optimizer = torch.optim.SGD(model.layers[0].parameters(), lr=0.05)
+
+
+def reads():
+    flows = session.summary().to_json()["flows"]
+    return sum(each["count"] for each in flows if each["tier"] == "weights")
+
+
+with penstock.offload(model, memory="auto", weights="flash", flash=sys.argv[1]) as session:
+    print("half", session._weights.account.limit_bytes < 200 * MIB)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(8, 1024))
+        before = reads()
+        for _ in range(3):
+            model(torch.ones(8, 1024))
+        print("reads", before > 64, reads() - before < 16)
+        held = torch.ones(120 * MIB // 4)  # what the program holds is left to it
+        model(torch.ones(8, 1024))
+        print("held", session._weights.account.used_bytes < 0.75 * (480 - 120) * MIB)
+        del held
+    for _ in range(2):
+        train_step(model, optimizer, torch.ones(1024, 1024))
+    print("trained", process.peak_bytes() < usable)
+"""
+
+
+def test_in_inference_no_half_is_left_to_a_step(disk_path):
+    words = ["-c", INFERENCE_AND_TRAINING, str(disk_path), str(Path(__file__).parents[1])]
+    done = preloaded.run(words, env=dict(os.environ))
+    assert done.stdout == "half True\nreads True True\nheld True\ntrained True\n", done.stderr
+
+
 def test_a_session_that_is_interrupted_when_it_is_nearly_open_is_closed(disk_path, monkeypatch):
     model = chain()
 

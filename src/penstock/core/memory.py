@@ -161,6 +161,7 @@ class ProcessMemory:
     def __init__(self) -> None:
         """Open the process's status, if there is one."""
         self._fd = -1
+        self._top_bytes = self._files_bytes = self._peak_bytes = 0
         with suppress(OSError):
             self._fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -169,11 +170,19 @@ class ProcessMemory:
         return own_bytes(self._status())
 
     def peak_bytes(self) -> int:
-        """Return the most that has been resident at any one time, without the present pages of files."""
-        status = (
-            self._status()
-        )  # getrusage has the peak of the program that was replaced by exec, too
-        return max(0, _sum(status, (b"VmHWM:",)) - _sum(status, (b"RssFile:",)))
+        """Return the most that has been resident at any one time, without pages of files.
+
+        The kernel tells the peak with these, and of them only what is resident now. So they are taken off
+        when the peak has risen since the last call, as they are then or were at the last call.
+        """
+        # getrusage has the peak of the program that was replaced by exec, too
+        status = self._status()
+        top, files = (_sum(status, (field,)) for field in (b"VmHWM:", b"RssFile:"))
+        if top > self._top_bytes:
+            own = top - min(files, self._files_bytes if self._top_bytes else files)
+            self._top_bytes, self._peak_bytes = top, max(self._peak_bytes, own)
+        self._files_bytes = files
+        return max(self._peak_bytes, own_bytes(status))
 
     def _status(self) -> bytes:
         if self._fd >= 0:

@@ -17,7 +17,8 @@
     1. When the session is opened, other is what is allocated then, and what the step will take is not
        known. So half of what is left is the limit of saved tensors, until the first pass is over. What
        gradients of long weights on flash will take is known, and if it is more than a third, it
-       is not left.
+       is not left. Before the first call with autograd, other is measured whenever a module with weights
+       on flash is entered. Once a call has ended, no half is kept for a step.
     2. In an observed pass other is measured at each of its moments: what is allocated, less what is
        charged. What was allocated and freed again between two of them, as the workspace of an
        operator, shows in the memory's own peak, if that has risen. If it was higher before (and it
@@ -135,7 +136,8 @@ class Remainder:
         else:
             at_once = last.now + now.ever - last.ever
             top = now.peak if now.peak > last.peak else min(at_once, max(now.peak, last.peak))
-            most = top - min(held, self._held_bytes)
+            # if some was freed in between, the most may have been when less was charged
+            most = top - (held if top == at_once == now.now else min(held, self._held_bytes))
         self.peak_bytes = max(self.peak_bytes, top)
         self.other_bytes = max(self.other_bytes, most)
         self._last, self._held_bytes = now, held
@@ -238,6 +240,12 @@ class FoundAllowance:
         self._account.limit_bytes += nbytes
         return True
 
+    def lowered(self) -> int | None:
+        """Measure in a call without autograd; return another limit if notably less is left."""
+        self._remainder.look()
+        before = self._account.limit_bytes
+        return self._found() if before - self.limit_bytes > before // NOTABLE_SHARE else None
+
     def settle(self) -> int:
         """Return the limit in bytes, after an observed pass."""
         self._remainder.end_pass()
@@ -333,7 +341,7 @@ class SharedAllowance:
             process: Finds the parent's limit; None: it is given.
         """
         assert account.parent is not None
-        self._is_settled = self._is_divided = self._has_begun = False
+        self._is_settled = self._is_divided = self._has_begun = self._has_inferred = False
         self._account, self._parent = account, account.parent
         self._own_limit_bytes = limit_bytes
         self._process = process
@@ -349,7 +357,7 @@ class SharedAllowance:
 
     def begin_again(self, step_bytes: int) -> int:
         """Return the limit in bytes when that of the parent was found anew, before the first pass."""
-        self._has_begun, self._is_settled = True, False
+        self._has_begun, self._is_settled, self._has_inferred = True, False, False
         return self._left()
 
     def look(self) -> None:
@@ -374,6 +382,23 @@ class SharedAllowance:
         is_larger = self._is_divided and left - before > notable
         return left if before - left > notable or is_larger or not was_settled else None
 
+    @property
+    def finds_in_inference(self) -> bool:
+        """Return whether ``infer`` may find other limits."""
+        return self._process is not None and self._first is not None and self._first.adapts
+
+    def infer(self, *, has_ended: bool) -> int | None:
+        """Return another limit if there is one, in a call without autograd before all with it.
+
+        Args:
+            has_ended: True at the end of the outermost call.
+        """
+        self._look_beside()
+        is_first = has_ended and not self._has_inferred
+        self._has_inferred = self._has_inferred or has_ended
+        left, before = self._left(), self._account.limit_bytes
+        return left if is_first or before - left > before // NOTABLE_SHARE else None
+
     def _look_beside(self) -> None:
         self._other_bytes = max(self._other_bytes, self._beside())
 
@@ -392,7 +417,8 @@ class SharedAllowance:
 
     def _part_of(self, left_bytes: int) -> int:
         """Return what others leave; half of it while it is not known what a step takes beside them."""
-        return left_bytes if self._process is None or self._is_settled else left_bytes // 2
+        is_known = self._process is None or self._is_settled or self._has_inferred
+        return left_bytes if is_known else left_bytes // 2
 
     def _limit_first(self, first: FirstServed, left_bytes: int) -> int:
         """Limit those who are served first, and return the bytes that they will have."""
@@ -454,6 +480,12 @@ class DeviceAllowance(SharedAllowance):
         """Find the parent's limit anew, and return that of saved tensors."""
         self._parent.limit_bytes = self._found.begin_again(step_bytes)
         return super().begin_again(step_bytes)
+
+    def infer(self, *, has_ended: bool) -> int | None:
+        """Find the parent's limit anew, and return that of saved tensors, if there is another one."""
+        if (limit_bytes := self._found.lowered()) is not None:
+            self._parent.limit_bytes = limit_bytes
+        return super().infer(has_ended=has_ended)
 
     def look(self) -> None:
         """Measure at this moment of an observed pass."""

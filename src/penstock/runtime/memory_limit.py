@@ -160,6 +160,14 @@ class MemoryLimit:
         """Measure at this moment of an observed pass."""
         self._remainder.look()
 
+    def look_in_inference(self) -> None:
+        """Measure at this moment of a call without autograd, and adapt a limit that was found."""
+        if self._found is None:
+            return
+        self._look_around(self._found)
+        if (limit_bytes := self._found.lowered()) is not None:
+            self._account.limit_bytes = limit_bytes
+
     def end_step(self) -> None:
         """Measure after a step, and adapt a limit that was found."""
         is_first, found = not self._remainder.is_settled, self._found
@@ -169,11 +177,15 @@ class MemoryLimit:
             else:
                 self._remainder.end_step()
             return
-        if self._recorder.clock.now_ns() >= self._next_look_ns:
-            found.usable_bytes = min(found.usable_bytes, self._usable_bytes())
+        self._look_around(found)
         limit_bytes = found.settle() if is_first else found.grown()
         if limit_bytes is not None:
             self._account.limit_bytes = limit_bytes
+
+    def _look_around(self, found: FoundAllowance) -> None:
+        """Look again what the machine and the control groups leave, if the last look was long ago."""
+        if self._recorder.clock.now_ns() >= self._next_look_ns:
+            found.usable_bytes = min(found.usable_bytes, self._usable_bytes())
 
     @property
     def found_bytes(self) -> int:

@@ -49,6 +49,8 @@ class WeightStreamer:
         account: Account of the weights in memory, whose limit the streamer keeps. It yields.
         before_training: Called before the first call of a module with autograd enabled, with the most
             bytes that autograd may hold of the weights' gradients at any one time; then None.
+        in_inference: Called before that, when a module is entered in a call without autograd, and with
+            True when the outermost has ended; it may lower the account's limit. Then None.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class WeightStreamer:
         self._compiled: list[CompiledCall] = []
         self._is_replicated = False
         self.before_training: Callable[[int], None] | None = None
+        self.in_inference: Callable[[bool], None] | None = None
         account.yield_by(self._eviction.give_way)
 
     def add(self, model: Module) -> None:
@@ -114,6 +117,7 @@ class WeightStreamer:
                 self._begin_training(self.before_training)
             with self._table.wake:
                 self._table.order.begin(None if is_training else id(module))
+        self._look_in_inference()
         pinned: list[Stay] = []
         calls.append((module, pinned))
         own = tuple(map(id, module._parameters.values()))
@@ -153,15 +157,26 @@ class WeightStreamer:
             for stay in pinned:
                 self._reads.release(stay)
             if entered is module:
-                return
+                break
+        if not calls:
+            self._look_in_inference(has_ended=True)
+
+    def _look_in_inference(self, *, has_ended: bool = False) -> None:
+        if self.in_inference is not None:
+            self.in_inference(has_ended)
+            self._keep_to_limit()
+
+    def _keep_to_limit(self) -> None:
+        self._eviction.give_way(self.account.used_bytes - self.account.limit_bytes)
 
     def _begin_training(self, before: Callable[[int], None]) -> None:
-        self.before_training = None
+        self.before_training = self.in_inference = None
         try:
             before(self._gradient_bytes())
         except BaseException:
             self.before_training = before
             raise
+        self._keep_to_limit()
 
     def _gradient_bytes(self) -> int:
         """Return the length of three gradients of the longest trained weight.
@@ -288,7 +303,7 @@ class WeightStreamer:
         with self._table.wake:
             self._table.order.end()
             failure, self._eviction.failure = self._eviction.failure, None
-        self._eviction.give_way(self.account.used_bytes - self.account.limit_bytes)
+        self._keep_to_limit()
         self._reads.pump()
         if failure is not None:
             warnings.warn(
@@ -303,7 +318,7 @@ class WeightStreamer:
         Raises:
             TransferError: Some could not be written; they are ordinary parameters in memory now.
         """
-        self.before_training = None
+        self.before_training = self.in_inference = None
         if self._table.guard.in_child:
             return  # the weights are the parent's
         with paused_holders():
