@@ -192,8 +192,11 @@ def test_one_pass_unpacks_steps_and_packs_as_the_kernels_do_one_by_one(dtype):
                 packed.append([empty(count, np.uint16)])
                 kernels.to_bfloat16(state.view(np.uint32), *packed[-1], 1, 0)
         ours = [weights.copy(), low.copy(), *(part.copy() for parts in packed for part in parts)]
+        alone = [masters.copy(), *(part.copy() for part in ours[2:])]
         step = adam_kernels.step_float8 if is_float8 else adam_kernels.step_bfloat16
-        step(*ours, grads, keys, np.uint32(512), numbers)
+        rest = grads, keys, np.uint32(512), numbers
+        step(empty(adam_kernels.STRIP, np.uint32), *ours, *rest)
+        step(alone[0], *2 * [empty(0, np.uint16)], *alone[1:], *rest)
         values = []
         for parts, is_signed in zip(packed, (True, False), strict=True):
             values.append(empty(count, np.uint32))
@@ -210,5 +213,5 @@ def test_one_pass_unpacks_steps_and_packs_as_the_kernels_do_one_by_one(dtype):
         theirs = [empty(count, np.uint16), empty(count, np.uint16)]
         reference.cut(whole, *theirs)
         theirs += [part for parts in packed for part in parts]
-        for mine, other in zip(ours, theirs, strict=True):
+        for mine, other in zip([*ours, *alone], [*theirs, whole, *theirs[2:]], strict=True):
             np.testing.assert_array_equal(mine, other)

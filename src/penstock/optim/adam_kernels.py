@@ -17,7 +17,7 @@ from penstock.optim.kernels import cut, from_bfloat16, from_float8, join, to_bfl
 
 _U32: Final = np.uint32
 _F32: Final = np.float32
-_STRIP: Final = 4096
+STRIP: Final = 4096
 """Elements; a multiple of the 256 that share an exponent."""
 _BLOCK: Final = 256
 
@@ -53,25 +53,43 @@ def _widen(grads: Any, out: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def step_bfloat16(  # noqa: PLR0917  (Numba has no keywords)
-    weights: Any, low: Any, m: Any, v: Any, grads: Any, keys: Any, first: Any, numbers: Any
+    masters: Any,
+    weights: Any,
+    low: Any,
+    m: Any,
+    v: Any,
+    grads: Any,
+    keys: Any,
+    first: Any,
+    numbers: Any,
 ) -> None:
-    """A step on masters kept as ``weights`` and ``low``, and on bfloat16 states, all uint16[n].
+    """A step on masters and bfloat16 states.
 
-    ``grads``: bfloat16 bits, uint16[n], or float32 bits, uint32[n]; ``keys``, uint32[2], decide how m
-    and v are rounded; ``first``: the index of the first element.
+    Args:
+        masters: Float32 bits, uint32[n]; or scratch, uint32[4096], if the two that follow are given.
+        weights: The upper halves of masters, rounded, uint16[n]; or nothing, uint16[0].
+        low: The lower halves; or nothing.
+        m: A state, uint16[n].
+        v: The other.
+        grads: bfloat16 bits, uint16[n], or float32 bits, uint32[n].
+        keys: What decides how m and v are rounded, uint32[2].
+        first: The index of the first element.
+        numbers: As ``adam`` takes them.
     """
-    masters, means = np.empty(_STRIP, np.uint32), np.empty(_STRIP, np.uint32)
-    squares, wide = np.empty(_STRIP, np.uint32), np.empty(_STRIP, np.uint32)
-    for start in range(0, weights.size, _STRIP):
-        stop = min(weights.size, start + _STRIP)
+    means, squares = np.empty(STRIP, np.uint32), np.empty(STRIP, np.uint32)
+    wide, is_whole = np.empty(STRIP, np.uint32), not low.size
+    for start in range(0, grads.size, STRIP):
+        stop = min(grads.size, start + STRIP)
         count = stop - start
+        mine = masters[start:stop] if is_whole else masters[:count]
         at = _U32(_U32(first) + _U32(start))
-        join(weights[start:stop], low[start:stop], masters[:count])
+        if not is_whole:
+            join(weights[start:stop], low[start:stop], mine)
         from_bfloat16(m[start:stop], means[:count])
         from_bfloat16(v[start:stop], squares[:count])
         _widen(grads[start:stop], wide[:count])
         adam(
-            masters[:count].view(np.float32),
+            mine.view(np.float32),
             means[:count].view(np.float32),
             squares[:count].view(np.float32),
             wide[:count].view(np.float32),
@@ -79,11 +97,13 @@ def step_bfloat16(  # noqa: PLR0917  (Numba has no keywords)
         )
         to_bfloat16(means[:count], m[start:stop], keys[0], at)
         to_bfloat16(squares[:count], v[start:stop], keys[1], at)
-        cut(masters[:count], weights[start:stop], low[start:stop])
+        if not is_whole:
+            cut(mine, weights[start:stop], low[start:stop])
 
 
 @njit(nogil=True, cache=True)
 def step_float8(  # noqa: PLR0917
+    masters: Any,
     weights: Any,
     low: Any,
     m: Any,
@@ -96,19 +116,21 @@ def step_float8(  # noqa: PLR0917
     numbers: Any,
 ) -> None:
     """As ``step_bfloat16``, on 8-bit states: codes, uint8[n], and exponents, uint8[ceil(n / 256)]."""
-    masters, means = np.empty(_STRIP, np.uint32), np.empty(_STRIP, np.uint32)
-    squares, wide = np.empty(_STRIP, np.uint32), np.empty(_STRIP, np.uint32)
-    for start in range(0, weights.size, _STRIP):
-        stop = min(weights.size, start + _STRIP)
+    means, squares = np.empty(STRIP, np.uint32), np.empty(STRIP, np.uint32)
+    wide, is_whole = np.empty(STRIP, np.uint32), not low.size
+    for start in range(0, grads.size, STRIP):
+        stop = min(grads.size, start + STRIP)
         count = stop - start
+        mine = masters[start:stop] if is_whole else masters[:count]
         at = _U32(_U32(first) + _U32(start))
         some = slice(start // _BLOCK, -(-stop // _BLOCK))
-        join(weights[start:stop], low[start:stop], masters[:count])
+        if not is_whole:
+            join(weights[start:stop], low[start:stop], mine)
         from_float8(m[start:stop], m_exponents[some], means[:count], True)
         from_float8(v[start:stop], v_exponents[some], squares[:count], False)
         _widen(grads[start:stop], wide[:count])
         adam(
-            masters[:count].view(np.float32),
+            mine.view(np.float32),
             means[:count].view(np.float32),
             squares[:count].view(np.float32),
             wide[:count].view(np.float32),
@@ -116,4 +138,5 @@ def step_float8(  # noqa: PLR0917
         )
         to_float8(means[:count], m[start:stop], m_exponents[some], keys[0], at, True)
         to_float8(squares[:count], v[start:stop], v_exponents[some], keys[1], at, False)
-        cut(masters[:count], weights[start:stop], low[start:stop])
+        if not is_whole:
+            cut(mine, weights[start:stop], low[start:stop])

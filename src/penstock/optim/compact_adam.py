@@ -16,13 +16,16 @@ from penstock.optim.formats import MASTER, Array, Form
 
 _CLASSES: Final = (torch.optim.Adam, torch.optim.AdamW)
 _STATES: Final = ("exp_avg", "exp_avg_sq")
+_NO_HALVES: Final = np.empty(0, np.uint16)
 
 
 def is_for(cls: type[torch.optim.Optimizer], form: Form) -> bool:
     """Return whether steps of a class on records of a form can be made by ``step``."""
+    is_whole = form.master is None and form.param_dtype == torch.float32
     return (
         cls in _CLASSES
-        and form.master == "low"
+        and form.format in ("bf16", "int8")
+        and (form.master == "low" or is_whole)
         and tuple(state.name for state in form.states) == _STATES
     )
 
@@ -53,7 +56,7 @@ def step(
     arrays: Mapping[str, Array],
     memory: NDArray[np.uint8],
     at: int,
-    weights: NDArray[np.uint16],
+    weights: NDArray[Any],
     grads: NDArray[Any],
     *,
     numbers: NDArray[np.float32],
@@ -66,7 +69,7 @@ def step(
         arrays: Of the tile's record, by name.
         memory: The record.
         at: Where in the tile the piece begins.
-        weights: Its weights, bfloat16 bits.
+        weights: Its weights, bits of bfloat16 (uint16) or float32 (uint32).
         grads: Its gradients, bits of bfloat16 (uint16) or float32 (uint32).
         numbers: As ``numbers_of`` has them.
         keys: What decides how each state is rounded.
@@ -74,11 +77,14 @@ def step(
     """
     kernels = importlib.import_module("penstock.optim.adam_kernels")
     rounding = np.array(keys, np.uint32), np.uint32(first & 0xFFFFFFFF), numbers
-    low = packing.halves(arrays[MASTER], memory, at, weights.size)
+    values = weights, _NO_HALVES, _NO_HALVES
+    if MASTER in arrays:
+        low = packing.halves(arrays[MASTER], memory, at, weights.size)
+        values = np.empty(kernels.STRIP, np.uint32), weights, low
     states = [arrays[name] for name in _STATES]
     if states[0].packing == "bfloat16":
         m, v = (packing.halves(array, memory, at, weights.size) for array in states)
-        kernels.step_bfloat16(weights, low, m, v, grads, *rounding)
+        kernels.step_bfloat16(*values, m, v, grads, *rounding)
         return
     packed = [part for array in states for part in packing.codes(array, memory, at, weights.size)]
-    kernels.step_float8(weights, low, *packed, grads, *rounding)
+    kernels.step_float8(*values, *packed, grads, *rounding)

@@ -24,7 +24,8 @@
     at random; an unsigned one, which is divided by, is never rounded to zero. What is not finite gets
     the largest code: the weight that belongs to it is not finite any more, or was left alone.
 
-As in the codecs: every operation is wrapped in ``np.uint32``, for Numba would widen it to 64 bits.
+As in the codecs: every operation is wrapped in ``np.uint32``, for Numba would widen it to 64 bits. So it
+does with the difference of two ``np.int32``.
 """
 
 from __future__ import annotations
@@ -183,12 +184,10 @@ def _signed_codes(source: Any, codes: Any, base: Any, key: Any, first: Any) -> N
         bits = _U32(source[i])
         magnitude = _U32(bits & _MAGNITUDE)
         chance = _U32(_random(key, _U32(first + _U32(i))) >> _U32(12))
-        code = np.int32(_U32(_U32(magnitude + chance) >> _K20)) - np.int32(base)
-        small = (
-            np.int32(1) if np.float32(chance) * unit < magnitude.view(np.float32) else np.int32(0)
-        )
-        code = small if _U32(magnitude >> _K20) <= base else min(code, np.int32(127))
-        codes[i] = np.uint8(_U32(code) | _U32(_U32(bits & _SIGN) >> _K24))
+        large = min(_U32(_U32(_U32(magnitude + chance) >> _K20) - base), _U32(127))
+        small = _U32(np.float32(np.int32(chance)) * unit < magnitude.view(np.float32))
+        code = small if _U32(magnitude >> _K20) <= base else large
+        codes[i] = np.uint8(code | _U32(_U32(bits & _SIGN) >> _K24))
 
 
 @njit(nogil=True, cache=True)
@@ -196,9 +195,8 @@ def _unsigned_codes(source: Any, codes: Any, base: Any, key: Any, first: Any) ->
     for i in range(source.size):
         magnitude = _U32(_U32(source[i]) & _MAGNITUDE)
         chance = _U32(_random(key, _U32(first + _U32(i))) >> _U32(12))
-        code = np.int32(_U32(_U32(magnitude + chance) >> _K20)) - np.int32(base)
-        small = np.int32(1) if magnitude else np.int32(0)
-        code = small if _U32(magnitude >> _K20) <= base else min(code, np.int32(255))
+        large = min(_U32(_U32(_U32(magnitude + chance) >> _K20) - base), _U32(255))
+        code = min(magnitude, _K1) if _U32(magnitude >> _K20) <= base else large
         codes[i] = np.uint8(code)
 
 

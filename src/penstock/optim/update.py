@@ -185,8 +185,8 @@ class Updater:
             for state in range(len(work.tile.form.states))
         ]
         weights, grad = param.flat(), work.grad(piece)
-        is_plain = grad.dtype == torch.bfloat16 and grad.device == weights.device
-        is_plain = is_plain and step.factor is None
+        is_plain = grad.dtype in (torch.bfloat16, torch.float32) and step.factor is None
+        is_plain = is_plain and grad.device == weights.device
         for part in (piece,) if is_plain else piece.cut(CHUNK):
             mine = weights[part.start : part.stop]
             if is_plain:
