@@ -12,6 +12,12 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c 
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
 	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
+# The first that is a Python of this version, on PATH or pyenv's; and the torch that its package is tried
+# with, if it is not the pinned one: the oldest
+python_of = $(firstword $(foreach p,$(PY) python$(1) $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python),\
+	$(shell $(p) -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(1)")' 2>/dev/null && echo $(p))))
+TORCH_OF_3.12 := --torch 2.8.0
+
 # pytest fails where an output is closed, as `make test >&-` has it
 PYTEST = (true 3>&1) 2>/dev/null || exec >/dev/null; (true 3>&2) || exec 2>/dev/null; \
 	$(PY) -m pytest
@@ -49,8 +55,11 @@ test-all: $(VENV)/.base ## the tests, slow ones, random ones and those for a GPU
 test-hosts: $(VENV)/.base $(VENV)/.hosts ## callbacks and recipes for Hugging Face and Lightning (installs both)
 	$(PYTEST) tests/hosts
 
-test-package: $(VENV)/.base $(VENV)/.package ## wheel and source distribution, both used in a fresh environment
-	$(PY) scripts/check_package
+test-package: test-package-3.11 test-package-3.12 test-package-3.13 ## wheel and source distribution, both used in fresh environments of each Python that is here
+
+test-package-%: $(VENV)/.base $(VENV)/.package
+	@python="$(call python_of,$*)"; test -n "$$python" || { echo "Python $* is not here"; exit 0; }; \
+	echo "Python $* $(TORCH_OF_$*)"; $(PY) scripts/check_package --python "$$python" $(TORCH_OF_$*)
 
 test-places: $(VENV)/.base ## break each place that matters most: a test must notice
 	PYTHONPATH=$(CURDIR)/tests $(PY) tests/mutations/break_places.py

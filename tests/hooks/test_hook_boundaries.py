@@ -13,7 +13,10 @@ class Log(list):
     def __init__(self):
         super().__init__()
         self.boundaries = Boundaries(
-            on_backward_end=lambda: self.append("backward"), on_step=self.append
+            on_backward_end=lambda: self.append("backward"),
+            on_step=lambda optimizer, is_inner: self.append(
+                ("in", optimizer) if is_inner else optimizer
+            ),
         )
 
     def pack(self, tensor):
@@ -113,3 +116,23 @@ def test_detached_no_step_is_reported(log):
     w.grad = torch.ones(3)
     torch.optim.SGD([w]).step()
     assert log == []
+
+
+class Container(torch.optim.Optimizer):
+    """Steps what it holds, as torchtitan's do."""
+
+    def __init__(self, held):
+        super().__init__(held.param_groups, {})
+        self.held = held
+
+    def step(self):
+        self.held.step()
+
+
+def test_a_step_within_that_of_another_optimizer_is_told_of_as_such(log):
+    held = torch.optim.SGD([weight()], lr=0.1)
+    container = Container(held)
+    for _ in range(2):
+        container.step()
+        held.step()
+    assert log == [("in", held), container, held] * 2

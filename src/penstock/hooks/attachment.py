@@ -229,9 +229,10 @@ class Attachment:
         if self._observer is not None:
             self._observer.refuse_running()
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer, is_within_another: bool) -> None:
         self.protected.add_optimizer(optimizer)
-        self._on_step()
+        if not is_within_another:
+            self._on_step()
 
     def _missed_thread(self, thread: str) -> None:
         message = (

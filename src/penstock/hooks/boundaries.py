@@ -3,11 +3,13 @@
 A backward is identified by autograd's graph task: the first unpack inside a task asks the engine for a
 callback when the task is done. Reentrant checkpointing runs tasks inside a task; the backward is over
 when the outermost one is. A backward that raises never calls back, which is detected at the next save
-outside any task. A step ends when an optimizer has stepped.
+outside any task. A step ends when an optimizer has stepped; if that is called in the step of another one
+which holds it, as torchtitan's containers do, the step ends with the outermost.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -21,6 +23,8 @@ from penstock.core.process import fork_guard
 
 task_id: Final[Callable[[], int]] = torch._C._current_graph_task_id
 """Return the number of this thread's graph task, or -1."""
+_STEP: Final = getattr(torch.optim.Optimizer.profile_hook_step(lambda _: None), "__code__", None)
+"""Code that runs the step of any optimizer, with its hooks."""
 
 
 class Boundaries:
@@ -34,13 +38,14 @@ class Boundaries:
         self,
         *,
         on_backward_end: Callable[[], None],
-        on_step: Callable[[torch.optim.Optimizer], None],
+        on_step: Callable[[torch.optim.Optimizer, bool], None],
     ) -> None:
         """Report nothing yet.
 
         Args:
             on_backward_end: Called after the outermost backward, in the thread that called it.
-            on_step: Called after each optimizer step, with the optimizer.
+            on_step: Called after each optimizer step, with the optimizer, and True if that is within the
+                step of another one.
         """
         self._on_backward_end = on_backward_end
         self._on_step = on_step
@@ -86,4 +91,13 @@ class Boundaries:
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._guard.in_child:  # a forked child has no session
-            self._on_step(optimizer)
+            self._on_step(optimizer, _is_within_another())
+
+
+def _is_within_another() -> bool:
+    """Return whether the step that has just ended was called by another one."""
+    frame, steps = sys._getframe(), 0
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        steps += frame.f_code is _STEP
+    return steps > 1

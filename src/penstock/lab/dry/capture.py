@@ -68,7 +68,7 @@ class DryCapture:
         recorder = Recorder(clock=clock, event_bytes=0)
         self._holder = DryHolder(clock, ledger)
         self._boundaries = Boundaries(
-            on_backward_end=self._on_backward_end, on_step=lambda optimizer: None
+            on_backward_end=self._on_backward_end, on_step=lambda *_: None
         )
         self._hooks = _Hooks(
             holder=self._holder,
