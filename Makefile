@@ -13,10 +13,11 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
 	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
 # The first that is a Python of this version, on PATH or pyenv's; and the torch that its package is tried
-# with, if it is not the pinned one: the oldest
+# with, if it is not the pinned one: the oldest, and a newer one
 python_of = $(firstword $(foreach p,$(PY) python$(1) $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python),\
 	$(shell $(p) -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(1)")' 2>/dev/null && echo $(p))))
 TORCH_OF_3.12 := --torch 2.8.0
+TORCH_OF_3.13 := --torch 2.14.1
 
 # pytest fails where an output is closed, as `make test >&-` has it
 PYTEST = (true 3>&1) 2>/dev/null || exec >/dev/null; (true 3>&2) || exec 2>/dev/null; \
