@@ -144,15 +144,20 @@ def test_what_is_taken_one_after_the_other_is_no_more_than_the_peak(rig):
     assert rig.allowance.settle() == TOTAL - 50 * MIB - RESERVE
 
 
-def test_what_is_charged_between_two_moments_is_not_beside_it():
+@pytest.mark.parametrize("peak", [0, MIB])
+def test_what_is_charged_between_two_moments_is_not_beside_it(peak):
     """Weights that are read ahead, for example: nothing was freed, as far as is known."""
     memory, others = Account(), [20 * MIB]
-    measure = lambda: Allocated(others[0] + memory.used_bytes, TOTAL, others[0] + memory.used_bytes)  # noqa: E731
+
+    def measure():
+        now = others[0] + memory.used_bytes
+        return Allocated(now, now + peak, now)
+
     remainder = Remainder(measure, memory)
     remainder.look()
     assert memory.try_take(100 * MIB, SAVED)
     remainder.look()
-    assert remainder.other_bytes == 20 * MIB
+    assert remainder.other_bytes == 20 * MIB + peak
     others[0] += 4 * MIB
     memory.free(50 * MIB, SAVED)
     remainder.look()
@@ -405,10 +410,10 @@ def test_calls_without_autograd_leave_no_half_to_a_step():
     shared.saved.limit_bytes = 15 * MIB
     assert shared.allowance.infer(has_ended=True) is None
     shared.others = 16 * MIB
-    shared.memory.limit_bytes = shared.process.lowered()
+    shared.memory.limit_bytes = shared.process.measured()
     assert shared.allowance.infer(has_ended=False) == 11 * MIB
     assert shared.limits[0] == 33
-    assert shared.process.lowered() is None
+    assert shared.process.measured() is None
     begin_again(shared, 0)  # the first training call
     assert shared.limits == (16, 5)
 

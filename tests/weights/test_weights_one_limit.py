@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked
 import penstock
 import preloaded
 from offload_runs import session_in
@@ -388,6 +389,35 @@ def test_in_inference_no_half_is_left_to_a_step(disk_path):
     words = ["-c", INFERENCE_AND_TRAINING, str(disk_path), str(Path(__file__).parents[1])]
     done = preloaded.run(words, env=dict(os.environ))
     assert done.stdout == "half True\nreads True True\nheld True\ntrained True\n", done.stderr
+
+
+def test_inference_finds_limits_also_after_training_that_could_not_begin(disk_path):
+    model, looks = chain(), []
+    with penstock.offload(model, memory="auto", weights="flash", flash=str(disk_path)) as session:
+        session._weights.before_training = lambda _: 1 / 0
+        session._weights.in_inference = looks.append
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(1, WIDTH))
+        with torch.no_grad():
+            model(torch.ones(1, WIDTH))
+        assert looks[-1]
+
+
+def test_a_forked_child_finds_no_limits(disk_path):
+    model = chain()
+    with penstock.offload(model, memory="auto", weights="flash", flash=str(disk_path)) as session:
+
+        def looks(found):
+            session._weights.in_inference = found.append
+            with torch.no_grad():
+                torch.nn.ReLU()(torch.ones(1))
+            return found
+
+        assert looks([]) == [False, True]
+        child, reader = forked.in_a_child(lambda: str(looks([])))
+        with open(reader) as file:
+            assert file.read() == "[]"
+        os.waitpid(child, 0)
 
 
 def test_a_session_that_is_interrupted_when_it_is_nearly_open_is_closed(disk_path, monkeypatch):

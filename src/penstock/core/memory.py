@@ -172,8 +172,9 @@ class ProcessMemory:
     def peak_bytes(self) -> int:
         """Return the most that has been resident at any one time, without pages of files.
 
-        The kernel tells the peak with these, and of them only what is resident now. So they are taken off
-        when the peak has risen since the last call, as they are then or were at the last call.
+        The kernel's peak includes pages of files, and it does not tell how many there were then. So when
+        the peak has risen since the last call, those of this call are taken off it, or those of the last
+        call if they were fewer: it may be too much by pages that came and went in between.
         """
         # getrusage has the peak of the program that was replaced by exec, too
         status = self._status()

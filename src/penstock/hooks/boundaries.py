@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -89,13 +90,14 @@ class Boundaries:
         if outermost:
             self._on_backward_end()
 
+    @_disable_dynamo
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._guard.in_child:  # a forked child has no session
             self._on_step(optimizer, _is_within_another())
 
 
 def _is_within_another() -> bool:
-    """Return whether the step that has just ended was called by another one."""
+    """Return whether the step that has just ended was called by another one that is not compiled."""
     frame, steps = sys._getframe(), 0
     while (outer := frame.f_back) is not None:
         frame = outer

@@ -17,8 +17,9 @@
     1. When the session is opened, other is what is allocated then, and what the step will take is not
        known. So half of what is left is the limit of saved tensors, until the first pass is over. What
        gradients of long weights on flash will take is known, and if it is more than a third, it
-       is not left. Before the first call with autograd, other is measured whenever a module with weights
-       on flash is entered. Once a call has ended, no half is kept for a step.
+       is not left. In calls without autograd before the first one with it, other is measured from time to
+       time, when a module is entered, and at the end. Once such a call has ended, no half is kept for a
+       step.
     2. In an observed pass other is measured at each of its moments: what is allocated, less what is
        charged. What was allocated and freed again between two of them, as the workspace of an
        operator, shows in the memory's own peak, if that has risen. If it was higher before (and it
@@ -136,8 +137,10 @@ class Remainder:
         else:
             at_once = last.now + now.ever - last.ever
             top = now.peak if now.peak > last.peak else min(at_once, max(now.peak, last.peak))
-            # if some was freed in between, the most may have been when less was charged
-            most = top - (held if top == at_once == now.now else min(held, self._held_bytes))
+            # where it is not known what was freed in between, and most was allocated about now, what is
+            # charged now is taken for charged then
+            is_now = now.ever == now.now and top - now.now <= top // NOTABLE_SHARE
+            most = top - (held if is_now else min(held, self._held_bytes))
         self.peak_bytes = max(self.peak_bytes, top)
         self.other_bytes = max(self.other_bytes, most)
         self._last, self._held_bytes = now, held
@@ -240,11 +243,11 @@ class FoundAllowance:
         self._account.limit_bytes += nbytes
         return True
 
-    def lowered(self) -> int | None:
-        """Measure in a call without autograd; return another limit if notably less is left."""
+    def measured(self) -> int | None:
+        """Measure in a call without autograd; return another limit if it is notably another one."""
         self._remainder.look()
         before = self._account.limit_bytes
-        return self._found() if before - self.limit_bytes > before // NOTABLE_SHARE else None
+        return self._found() if abs(before - self.limit_bytes) > before // NOTABLE_SHARE else None
 
     def settle(self) -> int:
         """Return the limit in bytes, after an observed pass."""
@@ -388,7 +391,7 @@ class SharedAllowance:
         return self._process is not None and self._first is not None and self._first.adapts
 
     def infer(self, *, has_ended: bool) -> int | None:
-        """Return another limit if there is one, in a call without autograd before all with it.
+        """Return another limit, if there is one, in a call without autograd before the first with it.
 
         Args:
             has_ended: True at the end of the outermost call.
@@ -397,7 +400,7 @@ class SharedAllowance:
         is_first = has_ended and not self._has_inferred
         self._has_inferred = self._has_inferred or has_ended
         left, before = self._left(), self._account.limit_bytes
-        return left if is_first or before - left > before // NOTABLE_SHARE else None
+        return left if is_first or abs(before - left) > before // NOTABLE_SHARE else None
 
     def _look_beside(self) -> None:
         self._other_bytes = max(self._other_bytes, self._beside())
@@ -483,7 +486,7 @@ class DeviceAllowance(SharedAllowance):
 
     def infer(self, *, has_ended: bool) -> int | None:
         """Find the parent's limit anew, and return that of saved tensors, if there is another one."""
-        if (limit_bytes := self._found.lowered()) is not None:
+        if (limit_bytes := self._found.measured()) is not None:
             self._parent.limit_bytes = limit_bytes
         return super().infer(has_ended=has_ended)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Final
@@ -42,6 +43,7 @@ class FirstLimits:
         self._on_host = on_host
         self._check = check
         self._next_look_ns = 0
+        self._thread = threading.get_ident()
 
     def begin_again(self, step_bytes: int = 0) -> None:
         """Find limits anew, since weights that were in memory rest on flash now.
@@ -64,12 +66,14 @@ class FirstLimits:
         return isinstance(allowance, SharedAllowance) and allowance.finds_in_inference
 
     def look(self, has_ended: bool) -> None:
-        """Find limits in a call without autograd.
+        """Find limits in a call without autograd. Other threads find none.
 
         Args:
             has_ended: True at the end of the outermost call.
         """
         now_ns = time.monotonic_ns()
+        if threading.get_ident() != self._thread:
+            return
         if not has_ended and now_ns < self._next_look_ns:
             return
         self._next_look_ns = now_ns + _LOOK_AGAIN_NS

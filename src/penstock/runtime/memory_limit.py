@@ -154,6 +154,7 @@ class MemoryLimit:
         """
         if self._found is not None:
             trim_heap()
+            self._found.usable_bytes = self._usable_bytes()
             self._account.limit_bytes = self._found.begin_again(step_bytes)
 
     def look(self) -> None:
@@ -164,8 +165,9 @@ class MemoryLimit:
         """Measure at this moment of a call without autograd, and adapt a limit that was found."""
         if self._found is None:
             return
-        self._look_around(self._found)
-        if (limit_bytes := self._found.lowered()) is not None:
+        if self._is_time_to_look:
+            self._found.usable_bytes = self._usable_bytes()
+        if (limit_bytes := self._found.measured()) is not None:
             self._account.limit_bytes = limit_bytes
 
     def end_step(self) -> None:
@@ -177,15 +179,16 @@ class MemoryLimit:
             else:
                 self._remainder.end_step()
             return
-        self._look_around(found)
+        if self._is_time_to_look:
+            found.usable_bytes = min(found.usable_bytes, self._usable_bytes())
         limit_bytes = found.settle() if is_first else found.grown()
         if limit_bytes is not None:
             self._account.limit_bytes = limit_bytes
 
-    def _look_around(self, found: FoundAllowance) -> None:
-        """Look again what the machine and the control groups leave, if the last look was long ago."""
-        if self._recorder.clock.now_ns() >= self._next_look_ns:
-            found.usable_bytes = min(found.usable_bytes, self._usable_bytes())
+    @property
+    def _is_time_to_look(self) -> bool:
+        """Return whether it was long ago that usable memory was measured."""
+        return self._recorder.clock.now_ns() >= self._next_look_ns
 
     @property
     def found_bytes(self) -> int:

@@ -49,8 +49,8 @@ class WeightStreamer:
         account: Account of the weights in memory, whose limit the streamer keeps. It yields.
         before_training: Called before the first call of a module with autograd enabled, with the most
             bytes that autograd may hold of the weights' gradients at any one time; then None.
-        in_inference: Called before that, when a module is entered in a call without autograd, and with
-            True when the outermost has ended; it may lower the account's limit. Then None.
+        in_inference: Called before that, with False when a module is entered in a call without autograd,
+            and with True when an outermost call has ended; it may set the account's limit. Then None.
     """
 
     def __init__(
@@ -162,19 +162,21 @@ class WeightStreamer:
             self._look_in_inference(has_ended=True)
 
     def _look_in_inference(self, *, has_ended: bool = False) -> None:
-        if self.in_inference is not None:
-            self.in_inference(has_ended)
+        look = self.in_inference
+        if look is not None and not self._table.guard.in_child:
+            look(has_ended)
             self._keep_to_limit()
 
     def _keep_to_limit(self) -> None:
         self._eviction.give_way(self.account.used_bytes - self.account.limit_bytes)
 
     def _begin_training(self, before: Callable[[int], None]) -> None:
+        look = self.in_inference
         self.before_training = self.in_inference = None
         try:
             before(self._gradient_bytes())
         except BaseException:
-            self.before_training = before
+            self.before_training, self.in_inference = before, look
             raise
         self._keep_to_limit()
 
