@@ -1,11 +1,11 @@
 """The poster's experiment: nine networks at full size, scaled down beside neighbours, and by two ranks.
 
-``full``: the published networks, saved in three ways, with nothing beside them: what a checkpoint every
-100 steps holds training up. ``scaled``: a quarter of depths and widths, three epochs, with copies and
-programs beside each job. ``ddp`` and ``pipeline``: a quarter too, one epoch, some of the networks, each
-trained by two processes with nothing beside them. Each network is a part (``--parts``), so that several
-sittings, each ended by ``--limit``, make one result; the parts are put together as
-``penstock characterize --merge`` does.
+``full``: the published networks, three epochs, saved in three ways, with nothing beside them: what a
+checkpoint every 100 steps holds training up; and then five of them at the same time. ``scaled``: a
+quarter of depths and widths, three epochs, with copies and programs beside each job. ``ddp`` and
+``pipeline``: a quarter too, one epoch, some of the networks, each trained by two processes with nothing
+beside them. Each network is a part (``--parts``), so that several sittings, each ended by ``--limit``,
+make one result; the parts are put together as ``penstock characterize --merge`` does.
 
     python benchmarks/macro/characterize.py --dir /nvme/scratch --parts parts.jsonl --limit 200
 """
@@ -26,13 +26,15 @@ from penstock.lab.characterize.networks import NETWORKS
 from penstock.report.table import to_text
 
 ASKED = {
-    "full": {"scale": 1.0, "epochs": 1, "steps": 3, "colocate": 0},
+    "full": {"scale": 1.0, "epochs": 3, "steps": 5, "colocate": 0},
     "scaled": {"scale": 0.25, "epochs": 3, "colocate": 1},
     "ddp": {"scale": 0.25, "epochs": 1, "colocate": 0, "parallel": "ddp"},
     "pipeline": {"scale": 0.25, "epochs": 1, "colocate": 0, "parallel": "pipeline"},
 }
 BY_RANKS = ("bert-base", "gpt2", "resnet18", "alexnet")
 """Networks that two processes train."""
+MIX = ("bert-base", "gpt2", "resnet18", "resnet50", "alexnet")
+"""Networks that share the machine at full size."""
 LAST = "bert-large"
 """It takes longest, and is measured when the others are."""
 
@@ -54,12 +56,16 @@ def main():
     options = parser.parse_args()
     parts = Parts(options.parts, options.limit)
     for what in options.what:
+        names = [(name,) for name in sorted(networks_of(what), key=lambda name: name == LAST)]
+        asked = [{"networks": each} for each in names]
+        asked += [{"networks": (), "mix": MIX}] if what == "full" else []
         try:
             found = [
                 parts.get(
-                    f"{what} {name}", lambda name=name, what=what: measure(what, name, options)
+                    f"{what} {' '.join(each['networks']) or 'mix'}",
+                    lambda each=each, what=what: measure(what, each, options),
                 )
-                for name in sorted(networks_of(what), key=lambda name: name == LAST)
+                for each in asked
             ]
         except OutOfTimeError:
             print(f"{what}: time is up; go on with the same --parts")
@@ -92,9 +98,9 @@ def networks_of(what):
     return BY_RANKS if "parallel" in ASKED[what] else NETWORKS
 
 
-def measure(what, name, options):
-    print(f"{what}: {name}", flush=True)
-    return characterize(Settings(networks=(name,), directory=options.dir, **ASKED[what]))
+def measure(what, networks, options):
+    print(f"{what}: {', '.join(networks['networks'] or MIX)}", flush=True)
+    return characterize(Settings(directory=options.dir, **networks, **ASKED[what]))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,26 @@ WAY = {
 }  # fmt: skip
 
 
+def mix(*, steps=3.0, stalls=(2.0, 1.5, 1.2)):
+    """A mix of two networks, whose steps and stalls are so many times as long beside each other."""
+    ways = dict(zip(("torch_save", "sync", "async"), stalls, strict=True))
+    return {
+        "seconds": 60.0,
+        "all_slowdown": 1.1,
+        "networks": [
+            {
+                "name": name,
+                "title": title,
+                "state_bytes": 1000,
+                "step_s": {"alone": 0.5, "beside": 0.5 * steps},
+                "stall_s": {way: {"alone": 0.1, "beside": 0.1 * by} for way, by in ways.items()},
+                "steps": 12,
+            }
+            for name, title in (("gpt2", "GPT-2"), ("resnet18", "ResNet-18"))
+        ],
+    }
+
+
 def record(name="resnet18", title="ResNet-18", *, stalls=(0.1, 0.1, 0.01), step_s=1.0, beside=None):
     """A record; ``stalls`` of torch.save, ours and ours in the background."""
     ways = ("torch_save", "sync", "async")

@@ -8,7 +8,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from characterize_records import record
+from characterize_records import mix, record
 
 from penstock import ConfigError, NoSpaceError
 from penstock.lab import zoo
@@ -64,7 +64,7 @@ def test_a_smaller_scale_is_a_smaller_network_and_the_same_batch():
     ("wrong", "said"),
     [
         ({"networks": ("resnet18", "resnet99")}, "'resnet99' is not one of the poster's nine"),
-        ({"networks": ()}, "none is not one of"),
+        ({"networks": ()}, "networks: there is none"),
         ({"networks": ("gpt2", "gpt2")}, "twice"),
         ({"scale": 0.0}, "scale=0.0 is not between 0.05 and 1"),
         ({"scale": 1.5}, "scale=1.5"),
@@ -74,6 +74,10 @@ def test_a_smaller_scale_is_a_smaller_network_and_the_same_batch():
         ({"colocate": -1}, "colocate=-1"),
         ({"parallel": "tensor"}, "parallel='tensor' is not none, ddp or pipeline"),
         ({"seconds": 0}, "seconds=0"),
+        ({"mix": ("gpt2",)}, "mix: gpt2 is one network; name two or more"),
+        ({"mix": ("gpt2", "gpt3")}, "mix: 'gpt3' is not one of"),
+        ({"mix": ("gpt2", "gpt2")}, "mix: gpt2, gpt2 names one of them twice"),
+        ({"mix": ("gpt2", "vgg11"), "parallel": "ddp"}, "mix does not go with parallel='ddp'"),
         ({"directory": "/no/such/place"}, "does not exist"),
     ],
 )
@@ -83,28 +87,77 @@ def test_senseless_settings_are_refused(wrong, said):
 
 
 def test_claims_are_words_made_of_the_figures():
-    small = record(stalls=(3.0, 2.0, 0.4), step_s=1.0)
-    stall, latency, beside = claims([small])
+    small = record("gpt2", "GPT-2", stalls=(3.0, 2.0, 0.4), step_s=1.0)
+    other = record("bert-large", "BERT-Large", stalls=(0.5, 0.4, 0.3), step_s=1.0)
+    stall, latency, beside, growth, mixed = claims([small, other], {})
     assert [each["verdict"] for each in (stall, latency, beside)] == ["confirmed"] * 3
-    assert "torch.save 3.00%" in stall["words"]
-    assert "in the background 0.40%" in stall["words"]
+    assert [each["verdict"] for each in (growth, mixed)] == ["not measured"] * 2
+    assert "torch.save 0.50% (BERT-Large) to 3.00% (GPT-2)" in stall["words"]
+    assert "in the background 0.30%" in stall["words"]
     assert stall["most"] == {"torch_save": 0.03, "sync": 0.02, "async": 0.004}
 
     bound_by_io = {"copies": 1.5, "cpu": 1.2, "memory": 1.2, "io": 3.0}
-    dear = record("gpt2", "GPT-2", stalls=(9.0, 8.0, 0.4), beside=bound_by_io)
+    dear = record("bert-base", "BERT-Base", stalls=(9.0, 0.9, 0.4), beside=bound_by_io)
     dear["stages"][0]["checkpoint"]["sync"]["latency_s"] = 7.0
-    stall, latency, beside = claims([small, dear])
+    stall, latency, beside, _, _ = claims([small, dear], {})
     assert [each["verdict"] for each in (stall, latency, beside)] == ["contradicted"] * 3
-    assert "1 of 2 stays within 5% with torch.save; GPT-2 does not." in stall["words"]
-    assert "GPT-2 does not." in latency["words"]
+    assert (
+        "Below the poster's limits (GPT-2 5%, BERT-Base 1%) are 1 of 2 with torch.save,"
+        in stall["words"]
+    )
+    assert "2 of 2 with ours, 2 of 2 with ours in the background." in stall["words"]
+    assert "BERT-Base does not." in latency["words"]
 
     alone = record(beside={})
-    assert claims([alone])[2]["verdict"] == "not measured"
+    stall, _, beside, _, _ = claims([alone], {})
+    assert [stall["verdict"], beside["verdict"]] == ["not measured"] * 2
+    assert "torch.save 0.10%" in stall["words"]  # of which the poster says nothing
+
+
+def test_the_first_claim_is_judged_by_the_posters_own_figures():
+    for shares, verdict in (
+        ({"bert-base": 0.9, "gpt2": 4.9}, "confirmed"),
+        ({"bert-base": 0.9, "gpt2": 4.9, "vgg11": 9.0}, "confirmed"),
+        ({"bert-base": 0.9, "bert-large": 1.1, "gpt2": 4.9}, "contradicted"),
+        ({"bert-base": 0.9, "gpt2": 5.1}, "contradicted"),
+        ({"gpt2": 5.1}, "contradicted"),
+        ({"gpt2": 4.9}, "not measured"),  # of BERT nothing is known
+        ({"vgg11": 9.0}, "not measured"),
+    ):
+        records = [record(name, name, stalls=(share, 0.1, 0.1)) for name, share in shares.items()]
+        assert claims(records, {})[0]["verdict"] == verdict, shares
+
+
+def test_growth_is_judged_by_the_larger_of_two_networks_of_one_kind():
+    def grown(name, larger, share):
+        small = record(name, name, stalls=(0.5, 0.2, 0.1))
+        large = record(larger, larger, stalls=(share, 0.2, 0.1))
+        large["parameters"] = 3_000_000
+        return claims([large, small], {})[3]
+
+    growth = grown("bert-base", "bert-large", 0.6)
+    assert growth["verdict"] == "confirmed"
+    assert "from bert-base (1 million parameters) to bert-large (3 million" in growth["words"]
+    assert "torch.save 0.50% to 0.60%, ours 0.20% to 0.20%" in growth["words"]
+    growth = grown("bert-base", "bert-large", 1.5)
+    assert growth["verdict"] == "contradicted"
+    assert growth["words"].endswith("bert-large does not.")
+    assert grown("resnet18", "resnet50", 4.9)["verdict"] == "confirmed"
+    assert grown("resnet18", "resnet50", 5.1)["verdict"] == "contradicted"
+
+
+def test_a_mix_is_judged_by_what_grows_more_the_step_or_the_stall():
+    easy = claims([], mix())[4]
+    assert easy["verdict"] == "confirmed"
+    assert "steps take 3.00 times as long as alone" in easy["words"]
+    assert "2.00 times with torch.save, 1.50 times with ours" in easy["words"]
+    assert claims([], mix(stalls=(4.0, 1.0, 1.0)))[4]["verdict"] == "contradicted"
+    assert {each["verdict"] for each in claims([], mix())[:4]} == {"not measured"}
 
 
 def test_a_result_keeps_its_schema_in_tables_and_pictures_and_says_its_scale(tmp_path):
     settings = Settings(networks=("resnet18",), scale=0.5)
-    made = document(settings, MACHINE, [record()])
+    made = document(settings, MACHINE, [record()], {})
     jsonschema.validate(json.loads(json.dumps(made)), SCHEMA)
     text = to_text(table(made), width=110)
     assert "scale 0.5: blocks, heads" in text
@@ -118,17 +171,46 @@ def test_a_result_keeps_its_schema_in_tables_and_pictures_and_says_its_scale(tmp
         plot(made, tmp_path / "figure.nothing")
 
 
+def test_a_mix_alone_is_a_result_with_a_table_and_a_picture(tmp_path):
+    settings = Settings(networks=(), mix=("gpt2", "resnet18"))
+    made = document(settings, MACHINE, [], mix())
+    jsonschema.validate(json.loads(json.dumps(made)), SCHEMA)
+    assert Settings.from_json(made["settings"], ".") == replace(settings, steps=25)
+    text = to_text(table(made), width=110)
+    assert "Different networks at the same time" in text
+    assert "1.50 s" in text
+    assert "DRAM of a job" not in text
+    plot(made, tmp_path / "figure.svg")
+    assert "at the same time" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
+
+
 def test_results_of_one_network_each_are_put_together():
-    first = document(Settings(networks=("vgg11",)), MACHINE, [record("vgg11", "VGG11")])
-    second = document(Settings(networks=("gpt2",)), MACHINE, [record("gpt2", "GPT-2")])
+    first = document(Settings(networks=("vgg11",)), MACHINE, [record("vgg11", "VGG11")], {})
+    second = document(Settings(networks=("gpt2",)), MACHINE, [record("gpt2", "GPT-2")], {})
     both = merge([first, second])
     jsonschema.validate(json.loads(json.dumps(both)), SCHEMA)
     assert both["settings"]["networks"] == ["gpt2", "vgg11"]
-    assert both["claims"] == claims(both["networks"])
+    assert both["claims"] == claims(both["networks"], {})
+    together = document(Settings(networks=(), mix=("gpt2", "resnet18")), MACHINE, [], mix())
+    all_three = merge([first, together, second])
+    jsonschema.validate(json.loads(json.dumps(all_three)), SCHEMA)
+    assert all_three["mix"] == mix()
+    assert all_three["settings"]["mix"] == ["gpt2", "resnet18"]
+    assert all_three["claims"] == claims(both["networks"], mix())
+    with pytest.raises(ConfigError, match="only one may have a mix"):
+        merge([together, together])
+    for each in (first, second):  # as files from before there was a mix
+        del each["mix"], each["settings"]["mix"]
+    assert merge([first, together, second]) == all_three
     with pytest.raises(ConfigError, match="twice"):
         merge([first, first])
     with pytest.raises(ConfigError, match=r"scale=0\.25 and scale=0\.5"):
-        merge([first, document(Settings(networks=("gpt2",), scale=0.5), MACHINE, [record("gpt2")])])
+        merge(
+            [
+                first,
+                document(Settings(networks=("gpt2",), scale=0.5), MACHINE, [record("gpt2")], {}),
+            ]
+        )
     with pytest.raises(ConfigError, match="different machines"):
         merge([first, second | {"machine": MACHINE | {"cores": 4}}])
 

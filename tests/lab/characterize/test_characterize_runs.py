@@ -17,11 +17,11 @@ from test_characterize_results import SCHEMA
 from penstock import WorkerError
 from penstock.cli import main
 from penstock.lab import zoo
-from penstock.lab.characterize import Settings, characterize, checkpoint_methods
+from penstock.lab.characterize import Settings, characterize, checkpoint_methods, mix
 from penstock.lab.characterize.machine import threads_per_process
 from penstock.lab.characterize.networks import NETWORKS
 from penstock.lab.characterize.pipeline_stages import loss_from_logits, split, tied_weight
-from penstock.lab.characterize.rank_processes import spawn
+from penstock.lab.characterize.rank_processes import RankProcesses, spawn
 from penstock.lab.characterize.training import RankTraining
 
 SMALL = {"scale": 0.05, "epochs": 1, "steps": 1, "seconds": 0.05}
@@ -89,6 +89,60 @@ def test_a_run_from_the_command_line_leaves_its_results_and_nothing_else(disk_pa
         assert way["stall_s"] <= way["latency_s"] or way is stage["checkpoint"]["async"]
     assert record["dram"]["written_bytes"] == 0  # the checkpoint has it
     assert not list(place.iterdir())
+    assert not workers()
+
+
+def test_different_networks_share_the_machine_and_each_is_saved_beside_the_others(
+    disk_path, capsys, monkeypatch
+):
+    training, most, beside = set(), 0, []
+    send, receive = RankProcesses.send, RankProcesses.receive
+
+    def sends(job, command, **arguments):
+        nonlocal most
+        if command == "save":
+            beside.append(len(training))
+        if "until" in arguments:
+            training.add(job)
+            most = max(most, len(training))
+        send(job, command, **arguments)
+
+    def receives(job):
+        training.discard(job)
+        return receive(job)
+
+    monkeypatch.setattr(RankProcesses, "send", sends)
+    monkeypatch.setattr(RankProcesses, "receive", receives)
+    words = ["characterize", "--networks", "--mix", "resnet18", "gpt-neo", "--scale", "0.05"]
+    words += ["--epochs", "2", "--steps", "2", "--dir", str(disk_path), "--json"]
+    assert main(words) == 0
+    told = json.loads(capsys.readouterr().out)
+    jsonschema.validate(told, SCHEMA)
+    assert told["networks"] == []
+    assert [each["name"] for each in told["mix"]["networks"]] == ["resnet18", "gpt-neo"]
+    assert most == 2
+    # in each epoch both jobs are saved in three ways: first alone, then while the other trains
+    assert beside == 2 * (6 * [0] + 6 * [1])
+    assert told["claims"][-1]["verdict"] != "not measured"
+    assert not list(disk_path.iterdir())
+    assert not workers()
+
+
+def test_one_of_a_mix_that_is_killed_ends_the_run_and_nothing_is_left(disk_path, monkeypatch):
+    settings = Settings(networks=(), mix=("resnet18", "alexnet"), directory=str(disk_path), **SMALL)
+    wait = mix.wait_for_any
+
+    def kill(jobs, seconds):  # when all train
+        os.kill(workers()[1], signal.SIGKILL)
+        begun = time.monotonic()
+        assert wait(jobs, 60)
+        assert time.monotonic() - begun < 30
+        return True
+
+    monkeypatch.setattr(mix, "wait_for_any", kill)
+    with pytest.raises(WorkerError, match=r"the job of .* in the mix .* was killed by signal 9"):
+        characterize(settings)
+    assert not list(disk_path.iterdir())
     assert not workers()
 
 

@@ -9,10 +9,11 @@ users leave out. The stall of a background save is the call plus the wait of the
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
@@ -24,6 +25,7 @@ from penstock.checkpoint import Checkpointer, Saved, Saving
 from penstock.lab.characterize.training import RankTraining
 
 WAYS: Final = ("torch_save", "sync", "async")
+_MAX_STEPS_WHILE_SAVING: Final = 50
 
 
 def save(
@@ -49,6 +51,23 @@ def save(
         late = sum(max(0.0, each - step_s) for each in took)
         made["beside_s"] = made.pop("call_s") + late
     return made
+
+
+def each_way(
+    saves: Mapping[str, Sequence[Mapping[str, Any]]], step_s: float
+) -> Iterator[tuple[str, int]]:
+    """Yield each way and how many steps are to follow its save: in the background until it is durable.
+
+    Args:
+        saves: By way, what ``save`` has returned; the caller adds each save before it asks for the next.
+        step_s: Time of a step.
+    """
+    for way in WAYS:
+        steps = 0
+        if way == "async":
+            latency_s = saves["sync"][-1]["latency_s"]
+            steps = min(_MAX_STEPS_WHILE_SAVING, 1 + math.ceil(latency_s / step_s))
+        yield way, steps
 
 
 def restore(training: RankTraining, way: str, folder: Path, *, wanted: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError
+from penstock.lab.characterize.checkpoint_methods import WAYS, each_way
 from penstock.lab.characterize.claims import claims
 from penstock.lab.characterize.energy import EnergyMeter
 from penstock.lab.characterize.machine import (
@@ -19,6 +19,7 @@ from penstock.lab.characterize.machine import (
     process_count,
     threads_per_process,
 )
+from penstock.lab.characterize.mix import measure_mix
 from penstock.lab.characterize.networks import NETWORKS, SCALE_MEANS
 from penstock.lab.characterize.rank_processes import RankProcesses, spawn
 from penstock.lab.characterize.scratch import check_free_space, scratch
@@ -28,8 +29,6 @@ from penstock.lab.characterize.slowdown import SoloSteps, measure_copies, measur
 SCHEMA: Final = 1
 PER_STEPS: Final = 100
 """Training steps for each checkpoint, when stalls are given as shares."""
-WAYS: Final = ("torch_save", "sync", "async")
-_MAX_STEPS_WHILE_SAVING: Final = 50
 _STATES_ON_DISK: Final = 6
 """Disk space in states: checkpoints of three kinds, one to suspend from, and a suspended job."""
 
@@ -49,7 +48,8 @@ def characterize(settings: Settings, *, say: Say = lambda _: None) -> dict[str, 
 
     Returns:
         A document that follows ``docs/characterize.schema.json``: the machine, the settings, a record of
-        each network, and the poster's claims judged by them. Times in seconds, sizes in bytes.
+        each network and of the mix, and the poster's claims judged by them. Times in seconds, sizes in
+        bytes.
 
     Raises:
         ConfigError: The directory cannot be used, or there are too few devices.
@@ -70,20 +70,28 @@ def characterize(settings: Settings, *, say: Say = lambda _: None) -> dict[str, 
         for number, name in enumerate(settings.networks, start=1):
             say(f"{NETWORKS[name].title} ({number} of {len(settings.networks)})")
             records.append(_network(name, settings, facts, folder))
-        return document(settings, machine(str(folder), facts), records)
+        mix = {}
+        if settings.mix:
+            say(f"a mix of {', '.join(NETWORKS[name].title for name in settings.mix)}")
+            mix = measure_mix(settings, facts, folder)
+        return document(settings, machine(str(folder), facts), records, mix)
 
 
 def document(
-    settings: Settings, where: Mapping[str, Any], records: list[dict[str, Any]]
+    settings: Settings,
+    where: Mapping[str, Any],
+    records: list[dict[str, Any]],
+    mix: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Put the records of some networks into a result document."""
+    """Put the records of some networks, and of a mix if there was one, into a result document."""
     return {
         "schema": SCHEMA,
         "machine": dict(where),
         "settings": settings.to_json(),
         "scale_means": SCALE_MEANS,
         "networks": records,
-        "claims": claims(records),
+        "mix": dict(mix),
+        "claims": claims(records, mix),
     }
 
 
@@ -91,7 +99,7 @@ def merge(documents: list[dict[str, Any]]) -> dict[str, Any]:
     """Join documents that were measured one after the other, on one machine and with the same settings.
 
     Raises:
-        ConfigError: Machines or settings differ, or a network occurs twice.
+        ConfigError: Machines or settings differ, a network occurs twice, or there are two mixes.
     """
     first = documents[0]
     alike = ("epochs", "parallel", "colocate", "scale", "steps", "seconds")
@@ -108,10 +116,15 @@ def merge(documents: list[dict[str, Any]]) -> dict[str, Any]:
     names = [each["name"] for each in records]
     if len(set(names)) < len(names):
         raise ConfigError(f"results to be joined have a network twice: {', '.join(names)}")
+    mixes = [each for each in documents if each.get("mix")]
+    if len(mixes) > 1:
+        raise ConfigError("of results to be joined, only one may have a mix")
+    mix, mixed = (mixes[0]["mix"], mixes[0]["settings"]["mix"]) if mixes else ({}, [])
     order = list(NETWORKS)
     records.sort(key=lambda each: order.index(each["name"]))
-    settings = first["settings"] | {"networks": [each["name"] for each in records]}
-    return first | {"settings": settings, "networks": records, "claims": claims(records)}
+    settings = first["settings"] | {"networks": [each["name"] for each in records], "mix": mixed}
+    found = {"networks": records, "mix": mix, "claims": claims(records, mix)}
+    return first | {"settings": settings} | found
 
 
 def _network(
@@ -172,14 +185,7 @@ def _stage(team: RankProcesses, settings: Settings) -> dict[str, Any]:
 
 
 def _save_all(team: RankProcesses, step_s: float, saves: dict[str, list[dict[str, Any]]]) -> None:
-    steps = 0
-    for way in WAYS:
-        if (
-            way == "async"
-        ):  # enough steps for the checkpoint to become durable, by the last sync save
-            steps = min(
-                _MAX_STEPS_WHILE_SAVING, 1 + math.ceil(saves["sync"][-1]["latency_s"] / step_s)
-            )
+    for way, steps in each_way(saves, step_s):
         saved = team.ask("save", way=way, steps=steps, step_s=step_s)
         restored = team.ask("restore", way=way)
         one = _over_ranks(saved) | _over_ranks(restored)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.core.errors import ConfigError
 from penstock.core.units import GIB, MIB
-from penstock.lab.characterize.claims import rows
+from penstock.lab.characterize.claims import rows, times
 from penstock.lab.characterize.tables import scale_words
 from penstock.report.style import BUDGET_COLOUR, COLOURS, INK, STYLE, dress, matplotlib
 
@@ -36,17 +37,23 @@ def plot(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format.
     """
     figure_module, style, _ = matplotlib()
-    records = document["networks"]
-    panels = [_draw_stalls, _draw_latencies, _draw_memory]
-    if all(each["colocation"] for each in records):
-        panels.insert(2, _draw_colocation)
+    records, mix = document["networks"], document.get("mix")
+    panels: list[Callable[[Axes], None]] = []
+    if records:
+        panels += [partial(each, records=records) for each in (_draw_stalls, _draw_latencies)]
+        if all(each["colocation"] for each in records):
+            panels.append(partial(_draw_colocation, records=records))
+    if mix:
+        panels.append(partial(_draw_mix, mix=mix))
+    if records:
+        panels.append(partial(_draw_memory, records=records))
     with style.context(STYLE):
         figure = figure_module.Figure(
             figsize=(10, 3.1 * len(panels) + 0.5), dpi=150, layout="constrained"
         )
         axes = figure.subplots(len(panels), 1, squeeze=False)
         for axis, draw in zip(axes[:, 0], panels, strict=True):
-            draw(axis, records)
+            draw(axis)
         title = textwrap.fill(f"The poster's networks at {scale_words(document)}", 110)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
         try:
@@ -92,6 +99,16 @@ def _draw_colocation(axis: Axes, records: Any) -> None:
     axis.axhline(1, color=INK, linewidth=0.9, linestyle=(0, (5, 3)))
     count = records[0]["colocation"]["copies"]["count"]
     dress(axis, f"time of a step beside {count} of each, over alone", "times")
+
+
+def _draw_mix(axis: Axes, mix: Any) -> None:
+    jobs = mix["networks"]
+    found = {"step": [times(each["step_s"]) for each in jobs]}
+    for way, label in _STALLS.items():
+        found[f"stall: {label}"] = [times(each["stall_s"][way]) for each in jobs]
+    _bars(axis, [each["title"] for each in jobs], found)
+    axis.axhline(1, color=INK, linewidth=0.9, linestyle=(0, (5, 3)))
+    dress(axis, "these networks at the same time, over alone", "times")
 
 
 def _draw_memory(axis: Axes, records: Any) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
@@ -97,7 +98,7 @@ class RankProcess:
         last = f": {lines[-1]}" if lines else ""
         return WorkerError(
             f"{self.what} (process {self.pid}) {how}{last}; the other processes were ended and all"
-            " checkpoints removed; if memory ran out, choose a smaller scale or fewer neighbours"
+            " checkpoints removed; if memory ran out, choose a smaller scale or fewer jobs at a time"
         )
 
     def resident_bytes(self) -> int:
@@ -152,6 +153,12 @@ class RankProcesses:
         """Kill the processes. Idempotent."""
         for each in self._children:
             each.kill()
+
+
+def wait_for_any(jobs: Iterable[RankProcesses], seconds: float) -> bool:
+    """Wait until a process of these jobs replies or dies; return False if none does in that time."""
+    children = [child for job in jobs for child in job._children]
+    return bool(select.select(children, (), (), seconds)[0])
 
 
 def spawn(network: str, what: str, folder: Path, **facts: Any) -> RankProcesses:

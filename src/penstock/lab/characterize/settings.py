@@ -22,7 +22,9 @@ class Settings:
     """Settings of one run of the experiment; invalid values raise ConfigError."""
 
     networks: tuple[str, ...] = tuple(NETWORKS)
-    """Names of networks, in the order in which they are measured."""
+    """Names of networks, in the order in which they are measured; may be empty if there is a mix."""
+    mix: tuple[str, ...] = ()
+    """Names of networks to be trained at the same time, a job of each, after the others."""
     epochs: int = 3
     """Number of epochs; the default is the poster's. After each, every way to save is measured once."""
     parallel: Parallel = "none"
@@ -39,20 +41,18 @@ class Settings:
     """Directory for checkpoints and suspended jobs, on the device to characterize."""
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.networks if name not in NETWORKS]
-        if unknown or not self.networks:
-            raise ConfigError(
-                f"networks: {', '.join(map(repr, unknown)) or 'none'} is not one of the poster's nine:"
-                f" {', '.join(NETWORKS)}"
-            )
-        if len(set(self.networks)) < len(self.networks):
-            raise ConfigError(f"networks: {', '.join(self.networks)} names one of them twice")
+        _check_names("networks", self.networks, least=0 if self.mix else 1)
+        _check_names("mix", self.mix, least=2 if self.mix else 0)
         if not MIN_SCALE <= self.scale <= 1:
             raise ConfigError(
                 f"scale={self.scale} is not between {MIN_SCALE} and 1; 1 is the published network"
             )
         if self.parallel not in get_args(Parallel):
             raise ConfigError(f"parallel={self.parallel!r} is not none, ddp or pipeline")
+        if self.mix and self.parallel != "none":
+            raise ConfigError(
+                f"mix does not go with parallel={self.parallel!r}: each of its jobs is one process"
+            )
         _check_count("epochs", self.epochs, 1)
         _check_count("colocate", self.colocate, 0)
         if self.steps is not None:
@@ -72,15 +72,32 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object, without the directory, which would be published with the results."""
-        made = asdict(self) | {"networks": list(self.networks), "steps": self.epoch_steps}
+        made = asdict(self) | {"steps": self.epoch_steps}
+        made |= {"networks": list(self.networks), "mix": list(self.mix)}
         del made["directory"]
         return made
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], directory: str) -> Settings:
         """Return the settings that ``to_json`` has written, with this directory."""
-        fields = {**document, "networks": tuple(document["networks"]), "directory": directory}
+        names = {name: tuple(document.get(name, ())) for name in ("networks", "mix")}
+        fields = {**document, **names, "directory": directory}
         return cls(**fields)
+
+
+def _check_names(name: str, values: tuple[str, ...], least: int) -> None:
+    unknown = [each for each in values if each not in NETWORKS]
+    if unknown:
+        raise ConfigError(
+            f"{name}: {', '.join(map(repr, unknown))} is not one of the poster's nine:"
+            f" {', '.join(NETWORKS)}"
+        )
+    if len(set(values)) < len(values):
+        raise ConfigError(f"{name}: {', '.join(values)} names one of them twice")
+    if not values and least:
+        raise ConfigError(f"{name}: there is none; name one, or a mix of two or more")
+    if len(values) < least:
+        raise ConfigError(f"{name}: {', '.join(values)} is one network; name two or more")
 
 
 def _check_count(name: str, value: int, least: int) -> None:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock.core.units import format_bytes, format_duration
-from penstock.lab.characterize.claims import rows
+from penstock.lab.characterize.checkpoint_methods import WAYS
+from penstock.lab.characterize.claims import rows, times
 from penstock.observe.summary_text import add_row, grid
-
-WAYS: Final = ("torch_save", "sync", "async")
 
 
 def table(document: Mapping[str, Any]) -> RenderableType:
     """Render a document of :func:`.characterize`."""
     records = document["networks"]
-    parts: list[RenderableType] = [_head(document), Text(), _stalls(records), Text()]
-    parts += [_latencies(records), Text()]
+    parts: list[RenderableType] = [_head(document), Text()]
+    if records:
+        parts += [_stalls(records), Text(), _latencies(records), Text()]
     if any(each["colocation"] for each in records):
         parts += [_colocation(records), Text()]
-    parts += [_memory(records), Text()]
+    if document.get("mix"):
+        parts += [_mix(document["mix"]), Text()]
+    if records:
+        parts += [_memory(records), Text()]
     for number, each in enumerate(document["claims"], start=1):
         parts.append(Text(f"{number}. {each['claim']}: {each['verdict']}. {each['words']}"))
     return Group(*parts)
@@ -89,6 +92,24 @@ def _colocation(records: Any) -> RenderableType:
         found = each["colocation"]
         slow = [f"{found[kind]['slowdown']:.2f}" for kind in kinds]
         add_row(made, each["title"], *slow, f"{found['copies']['all_slowdown']:.2f}")
+    return made
+
+
+def _mix(mix: Any) -> RenderableType:
+    columns = ("network", "steps", "step, alone", "beside", "times")
+    stalls = (f"stall, {name}: times" for name in ("torch.save", "ours", "background"))
+    made = grid("Different networks at the same time, one job each", (*columns, *stalls))
+    for each in mix["networks"]:
+        step = each["step_s"]
+        add_row(
+            made,
+            each["title"],
+            str(each["steps"]),
+            format_duration(step["alone"]),
+            format_duration(step["beside"]),
+            f"{times(step):.2f}",
+            *(f"{times(each['stall_s'][way]):.2f}" for way in WAYS),
+        )
     return made
 
 

@@ -52,9 +52,11 @@ class RankWorker:
             "threads": torch.get_num_threads(),
         }
 
-    def train(self, steps: int) -> dict[str, Any]:
-        """Make ``steps`` steps."""
+    def train(self, steps: int, until: str | None = None) -> dict[str, Any]:
+        """Make ``steps`` steps, and then more until a file of that name is there, if one is named."""
         took = [self._training.step() for _ in range(steps)]
+        while until is not None and not os.path.exists(until):
+            took.append(self._training.step())
         return {"steps_s": took, "loss": self._training.loss}
 
     def tune(self) -> dict[str, Any]:

@@ -39,10 +39,17 @@ def parser() -> argparse.ArgumentParser:
     defaults = Settings()
     made.add_argument(
         "--networks",
-        nargs="+",
+        nargs="*",
         default=list(defaults.networks),
         metavar="NAME",
-        help="networks to train (default: all nine)",
+        help="networks to train (default: all nine; with --mix there may be none)",
+    )
+    made.add_argument(
+        "--mix",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="networks to train at the same time as well, one job each (default: none)",
     )
     made.add_argument(
         "--epochs",
@@ -113,6 +120,7 @@ def execute(options: argparse.Namespace) -> int:
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
     settings = Settings(
         networks=tuple(options.networks),
+        mix=tuple(options.mix),
         epochs=options.epochs,
         steps=options.steps,
         parallel=options.parallel,
