@@ -6,17 +6,21 @@ import os
 import time
 import weakref
 from concurrent.futures import CancelledError
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 
+import numpy as np
 import pytest
 import torch
 from optim_runs import assert_same
 from torch import nn
 
+import penstock
 from penstock import ChecksumError, ClosedError, ConfigError, PenstockWarning, TransferError
 from penstock.core.errors import SourceChangedError
+from penstock.io.pages import forget_contents, is_untouched, whole_pages
 from penstock.io.threads import Syscalls, ThreadEngine
-from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash
+from penstock.optim import FlashAdamW, FlashSGD, gradient_spill, gradients, on_flash
+from penstock.optim.gradient_spill import LeftMemory
 from penstock.optim.offloaded_gradient import OffloadedGradient
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
 from penstock.testing.shared_engine import shared_engine_replaced
@@ -110,12 +114,112 @@ def test_each_gradient_is_written_once_in_a_backward_and_read_once_in_a_step(sma
     assert kept(a).written == gradient_bytes(model)
     assert all(isinstance(p.grad, OffloadedGradient) for p in model.parameters())
     land(model)
+    assert not any(p.grad.is_pinned() for p in model.parameters())  # no need to read for that
     a.step()
     reads = [call for call in faulty.calls if call.op == "read"]
     tiles = a._penstock.tiles
     assert len(reads) == sum(len(tile.pieces) for tile in tiles)
     assert kept(a).written == gradient_bytes(model)
     a.close()
+
+
+@pytest.mark.parametrize("kind", ["kept", "viewed", "of NumPy", "a storage"])
+def test_memory_of_a_gradient_that_others_use_keeps_its_values(kind, small):
+    weight = nn.Parameter(torch.zeros(300, 1000))
+    values = torch.arange(300_000.0).reshape(300, 1000)
+    theirs = []
+
+    def keep(param):
+        if kind == "a storage":
+            theirs.append(param.grad.untyped_storage())
+        else:
+            theirs.append(param.grad if kind == "kept" else param.grad[1:])
+
+    if kind == "of NumPy":
+        array = np.zeros((300, 1000), np.float32)
+        weight.grad = torch.from_numpy(array)
+        theirs.append(array)
+    else:
+        weight.register_post_accumulate_grad_hook(keep)
+    with closing(FlashAdamW([weight], gradient_memory=0, **small)):
+        for _ in range(2):  # what a gradient has left is looked at again with the next one
+            (weight * values).sum().backward()
+        land(nn.ParameterList([weight]))
+        assert torch.equal(weight.grad, 2 * values)
+        first = theirs[0]
+        if isinstance(first, torch.UntypedStorage):
+            first = torch.empty(0).set_(first).view(300, 1000)
+        first = torch.as_tensor(first)
+        assert torch.equal(first, values[1:] if kind == "viewed" else values)
+
+
+class GradientOfForward(torch.autograd.Function):
+    """As losses that compute gradients in forward."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(2 * weight.detach())
+        return (weight.detach() ** 2).sum()
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.saved_tensors[0]
+
+
+def test_a_saved_tensor_that_is_a_gradient_keeps_its_values(small, disk_path):
+    """The session holds its storage, and no tensor does."""
+    used, other = (nn.Parameter(torch.full((512, 1024), 3.0)) for _ in range(2))
+    optimizer = FlashAdamW([used, other], gradient_memory=0, **small)
+    session = penstock.offload(policy="all", device_memory="64MiB", flash=disk_path)
+    with closing(optimizer), session:
+        loss = GradientOfForward.apply(used) + 0
+        loss.backward(retain_graph=True)
+        (other * 2).sum().backward()
+        loss.backward()
+        assert torch.equal(used.grad, torch.full_like(used, 12))
+
+
+def test_pages_of_a_gradient_are_freed_once_nothing_uses_them(monkeypatch):
+    gradient = torch.ones(1 << 20)
+    pages, part = whole_pages(gradient.data_ptr(), gradient.nbytes), gradient[:5]
+    left = LeftMemory()
+    left.add(gradient)
+    del gradient
+    left.free()
+    assert part.sum() == 5
+    assert not is_untouched(pages)
+    weak = weakref.ref(part.untyped_storage())  # by which another thread might use it just then
+    del part
+    left.free()
+    assert weak() is not None
+    assert not is_untouched(pages)
+    del weak
+    found = []
+
+    def forget(range_of_pages):
+        forget_contents(range_of_pages)
+        found.append(is_untouched(range_of_pages))  # before glibc uses it again
+
+    monkeypatch.setattr(gradient_spill, "forget_contents", forget)
+    left.free()
+    assert found == [True]
+    left.free()
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("threshold", [None, "4294967296"])
+def test_memory_that_glibc_maps_by_itself_is_not_held(threshold, monkeypatch):
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    if threshold is not None:
+        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", threshold)
+    gradient = torch.ones(1 << 23)  # 32 MiB
+    left = LeftMemory()
+    left.add(gradient)
+    storage = weakref.ref(gradient.untyped_storage())
+    del gradient
+    assert (storage() is None) == (threshold is None)
+    left.drop()
+    assert storage() is None
 
 
 def test_what_fits_is_not_written_and_takes_no_space(small):
@@ -281,8 +385,12 @@ def test_a_grad_scaler_unscales_what_is_on_flash(small):
     a.close()
 
 
-def test_an_operator_that_has_changed_a_gradient_but_not_returned_harms_no_write(small):
-    """What an operator is changing in place is compared, after its write, with what it was before."""
+@contextmanager
+def half_of_what_is_being_written(small):
+    """Yield a model, its optimizer, and what lets the writes of its gradients go on.
+
+    In the block those gradients are halved; then the step must be that of halved ones in memory.
+    """
     gate = GatedSyscalls()
     with shared_engine_replaced(ThreadEngine(syscalls=gate)):
         ours, theirs = network(), network()
@@ -290,12 +398,7 @@ def test_an_operator_that_has_changed_a_gradient_but_not_returned_harms_no_write
         b = torch.optim.AdamW(theirs.parameters(), fused=True)
         backward(ours, 0)
         gate.wait_for_call()
-        for p in ours.parameters():  # as an operator does before it returns
-            p.grad.place.real.mul_(0.5)
-        gate.open()
-        for ticket in [each for p in ours.parameters() for each in p.grad.place.tickets]:
-            with suppress(SourceChangedError, CancelledError):
-                ticket.written.wait(10)
+        yield ours, a, gate.open
         backward(theirs, 0)
         for p in theirs.parameters():
             p.grad.mul_(0.5)
@@ -303,6 +406,39 @@ def test_an_operator_that_has_changed_a_gradient_but_not_returned_harms_no_write
         b.step()
         assert_same(ours.parameters(), theirs.parameters())
         a.close()
+
+
+def wait_for(tickets):
+    """Wait until what was written is there, or was found to have changed."""
+    for ticket in [*tickets]:
+        with suppress(SourceChangedError, CancelledError):
+            ticket.written.wait(10)
+
+
+def test_an_operator_that_has_changed_a_gradient_but_not_returned_harms_no_write(small):
+    """What an operator is changing in place is compared, after its write, with what it was before."""
+    with half_of_what_is_being_written(small) as (model, _, go_on):
+        for p in model.parameters():  # as an operator does before it returns
+            p.grad.place.real.mul_(0.5)
+        go_on()
+        wait_for(each for p in model.parameters() for each in p.grad.place.tickets)
+
+
+def test_gradients_are_scaled_in_place_while_as_much_as_may_be_is_being_written(small, monkeypatch):
+    """So a pipeline's stage does when its last backward has ended."""
+    with half_of_what_is_being_written(small) as (model, optimizer, go_on):
+        source = kept(optimizer)
+        source._writes._limit_bytes = 1
+        changed = source.changed
+
+        def written_by_now(place, real):
+            go_on()
+            wait_for(place.tickets)
+            changed(place, real)
+
+        monkeypatch.setattr(source, "changed", written_by_now)
+        for p in model.parameters():
+            p.grad.mul_(0.5)
 
 
 def test_a_gradient_that_is_given_up_gives_its_place_up(small):

@@ -129,6 +129,12 @@ def is_untouched(pages: PageRange) -> bool:
     return len(entries) == count and not (entries & _PRESENT_OR_SWAPPED).any()
 
 
+def forget_contents(pages: PageRange) -> None:
+    """Free the pages, if the system allows it; private memory is zeros when it is touched again."""
+    if pages.nbytes:
+        _libc.madvise(pages.address, pages.nbytes, _MADV_DONTNEED)
+
+
 def free_pages(pages: PageRange) -> None:
     """Free the pages and protect them against access. See [Note: swapped pages].
 
@@ -164,7 +170,7 @@ def protect_and_free(pages: Iterable[PageRange]) -> None:
             _call("mprotect", each, _PROT_NONE)
         except TransferError as error:
             refused = error
-        _libc.madvise(each.address, each.nbytes, _MADV_DONTNEED)
+        forget_contents(each)
     if refused is not None:
         raise refused
 

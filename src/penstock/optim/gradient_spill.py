@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import sys
+import weakref
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,7 +17,9 @@ from torch import Tensor
 from penstock.core.errors import TransferError
 from penstock.core.locks import Lock
 from penstock.core.units import MIB, round_up
+from penstock.homed import use_count
 from penstock.io.engine import Engine, Transfer
+from penstock.io.pages import forget_contents, whole_pages
 from penstock.observe.clients import GRADIENTS, ClientRecorder
 from penstock.optim.offloaded_gradient import discard_all
 from penstock.optim.params import Param, ParameterPiece, Tile
@@ -25,6 +30,10 @@ from penstock.store.flash import FlashTier
 
 TILES_AHEAD: Final = 4
 """Tiles whose gradients are on their way back, or there, besides those that are updated."""
+_MAPPED_BYTES: Final = 32 * MIB
+"""glibc maps memory of this length, or more, by itself, and returns it to the system when it is freed,
+unless its threshold was set to another."""
+_THRESHOLD: Final = "MALLOC_MMAP_THRESHOLD_"
 FLYING_BYTES: Final = 64 * MIB
 """Most bytes of gradients on their way out: their memory is not free yet."""
 
@@ -59,6 +68,62 @@ class GradientRead:
             ) from error
         start = self._ticket.window.skew
         return torch.from_numpy(self._memory[start : start + self._ticket.nbytes]).view(dtype)
+
+
+class LeftMemory:
+    """Memory that a gradient has left, whose pages are freed once nothing else uses it. Thread-safe.
+
+    glibc would keep them, although a gradient of the same length does not fit there: aligned memory needs
+    more bytes around it, which are not free. To trim the whole heap costs new pages for all that is free
+    for a moment. FSDP2 cuts the gradients of a block from one piece of memory, and torch holds a gradient
+    while it calls hooks, so what is in use when a gradient leaves is looked at again with the next one.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing."""
+        self._lock = Lock()
+        self._storage: torch.UntypedStorage | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        """Take a gradient's memory, in place of that which another has left."""
+        storage = gradient.untyped_storage()
+        # memory that is not torch's own, as NumPy's, may have users that do not count, and a device may
+        # know the pages of pinned memory
+        is_heap = storage.device.type == "cpu" and storage.resizable() and not gradient.is_pinned()
+        is_mapped = storage.nbytes() >= _MAPPED_BYTES and _THRESHOLD not in os.environ
+        with self._lock:
+            self._storage = storage if is_heap and not is_mapped else None
+
+    def free(self) -> None:
+        """Free the pages unless something else uses them."""
+        with self._lock:
+            storage, self._storage = self._storage, None
+        if storage is None:
+            return
+        if _references(storage) == _ALONE:
+            forget_contents(whole_pages(storage.data_ptr(), storage.nbytes()))
+            return
+        with self._lock:
+            self._storage = self._storage or storage
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        with self._lock:
+            self._storage = None
+
+
+def _references(storage: torch.UntypedStorage) -> int:
+    """Return how many there are: all that Python has of it, together, are one of torch's."""
+    weak = weakref.getweakrefcount(storage)
+    return use_count(storage) + sys.getrefcount(storage) + weak
+
+
+def _references_alone() -> int:
+    storage = torch.empty(0).untyped_storage()
+    return _references(storage)
+
+
+_ALONE: Final = _references_alone()
 
 
 class GradientSpill:

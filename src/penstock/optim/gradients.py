@@ -32,8 +32,13 @@ from torch import Tensor
 from penstock.core.errors import PenstockWarning, SourceChangedError, TransferError
 from penstock.core.locks import Lock
 from penstock.io.engine import Engine, Transfer
-from penstock.io.pages import trim_heap
-from penstock.optim.gradient_spill import FLYING_BYTES, TILES_AHEAD, GradientRead, GradientSpill
+from penstock.optim.gradient_spill import (
+    FLYING_BYTES,
+    TILES_AHEAD,
+    GradientRead,
+    GradientSpill,
+    LeftMemory,
+)
 from penstock.optim.offloaded_gradient import (
     GradientPlace,
     OffloadedGradient,
@@ -107,7 +112,7 @@ class Gradients:
         self._failure: BaseException | None = None
         self._is_told = False
         self._replaced = ReplacedGradients()
-        self._freed = 0  # bytes, since the heap was trimmed
+        self._left = LeftMemory()
         self._ahead: deque[Tile] = deque()
         self._grads: Mapping[int, Tensor] = {}
         self._begun: dict[int, dict[int, GradientRead]] = {}  # by tile and parameter
@@ -129,6 +134,7 @@ class Gradients:
 
     def trim(self) -> None:
         """Free memory that holds no gradient."""
+        self._left.free()
         self._spill.trim()
 
     def replace_engine(self, engine: Engine) -> None:
@@ -141,6 +147,7 @@ class Gradients:
             handle.remove()
         self._listening.clear()
         self._forget_readings()
+        self._left.drop()
         self._spill.close()
 
     # -- where a gradient rests -------------------------------------------------------------------
@@ -148,6 +155,7 @@ class Gradients:
     def settle(self, param: Param) -> None:
         """Offload a parameter's gradient, which was accumulated, if too many wait in memory."""
         self.note(param)
+        self._left.free()
         grad = gradient_here(param.tensor)
         if grad is None or isinstance(grad, OffloadedGradient) or param.index in self._replaced:
             return
@@ -157,12 +165,12 @@ class Gradients:
         assert flat is not None
         place = GradientPlace(param.index, param.in_shape(flat))
         if self._offload(place):
-            nbytes = grad.nbytes
             set_local_gradient(param.tensor, OffloadedGradient(place, self, param.local))
             self.note(param)
             self._replaced.leaves(param.index)
+            self._left.add(grad)
             del grad, flat
-            self._free_heap(nbytes)
+            self._left.free()
 
     def bring(self, place: GradientPlace, *, values: bool = True) -> Tensor:
         """See ``GradientSource``. What was read is the caller's own.
@@ -196,17 +204,6 @@ class Gradients:
         if not is_wanted and self._must_be_offloaded(real):
             self._offload(place)
             self.note(param)
-
-    def _free_heap(self, nbytes: int) -> None:
-        """Return freed memory to the system now and then.
-
-        glibc would keep it, although a gradient of the same length does not fit there: aligned memory
-        needs more bytes around it, which are not free.
-        """
-        self._freed += nbytes
-        if self._freed >= FLYING_BYTES:
-            self._freed = 0
-            trim_heap()
 
     def _must_be_offloaded(self, grad: Tensor) -> bool:
         return (
@@ -249,7 +246,7 @@ class Gradients:
                 oldest = self._writes.pop_excess(nbytes)
             if oldest is None:
                 break
-            with suppress(TransferError, CancelledError):
+            with suppress(TransferError, SourceChangedError, CancelledError):
                 oldest.wait()
         if self._failure is not None:
             self._note_failure(self._failure)
@@ -276,6 +273,7 @@ class Gradients:
     def begin(self, order: Sequence[Tile], grads: Mapping[int, Tensor]) -> None:
         """Begin a step, which uses these gradients, by parameter, in this order of tiles."""
         self.listen()  # to parameters that were frozen before
+        self._left.free()
         in_vain = self._replaced.judge(grads)
         if in_vain:
             warnings.warn(
