@@ -99,6 +99,21 @@ def test_8_bit_floats_are_within_their_bound_and_encode_again_to_themselves(is_s
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
+def test_8_bit_floats_of_every_exponent_are_those_of_the_definition(is_signed):
+    """Also of blocks of zeros and of subnormal numbers, which the kernel compares at another scale."""
+    rng = np.random.default_rng(2)
+    tops = np.repeat(np.arange(255), 256)
+    exponents = np.maximum(tops - rng.integers(0, 24, tops.size), 0).astype(np.uint32)
+    source = exponents << np.uint32(23) | rng.integers(0, 1 << 23, tops.size, np.uint32)
+    source = np.concatenate([source, np.zeros(256, np.uint32)])
+    source |= rng.integers(0, 2, source.size, np.uint32) << np.uint32(31 if is_signed else 0)
+    both(
+        "to_float8", source, empty(source.size, np.uint8), empty(256, np.uint8), 9, 0, is_signed,
+        outputs=[1, 2],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
 def test_8_bit_floats_survive_what_is_not_finite(is_signed):
     source = words(500)
     source = source if is_signed else source & np.uint32(0x7FFFFFFF)

@@ -178,14 +178,17 @@ def _base(exponent: Any, span: int) -> Any:
 
 @njit(nogil=True, cache=True)
 def _signed_codes(source: Any, codes: Any, base: Any, key: Any, first: Any) -> None:
+    # subnormal numbers take a processor many times as long, as where a block is zero: scaled by 2**64
+    scale = np.float32(2.0**64) if base < _U32(512) else np.float32(1)
     least = _U32(_U32(base + _K1) << _K20).view(np.float32)
-    unit = np.float32(least * np.float32(2.0**-20))
+    unit = np.float32(np.float32(least * scale) * np.float32(2.0**-20))
     for i in range(source.size):
         bits = _U32(source[i])
         magnitude = _U32(bits & _MAGNITUDE)
         chance = _U32(_random(key, _U32(first + _U32(i))) >> _U32(12))
         large = min(_U32(_U32(_U32(magnitude + chance) >> _K20) - base), _U32(127))
-        small = _U32(np.float32(np.int32(chance)) * unit < magnitude.view(np.float32))
+        value = np.float32(magnitude.view(np.float32) * scale)
+        small = _U32(np.float32(np.int32(chance)) * unit < value)
         code = small if _U32(magnitude >> _K20) <= base else large
         codes[i] = np.uint8(code | _U32(_U32(bits & _SIGN) >> _K24))
 
