@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Protocol, cast
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,6 +28,12 @@ def is_sharded(tensor: Tensor) -> bool:
 def local_of(tensor: Tensor) -> Tensor:
     """Return the values that this process has: a DTensor's shard, any other tensor as it is."""
     return cast(Tensor, cast(Any, tensor)._local_tensor) if is_sharded(tensor) else tensor
+
+
+def use_count(storage: torch.UntypedStorage) -> int:
+    """Return the number of references to a storage."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
 
 
 class Reference(ABC):

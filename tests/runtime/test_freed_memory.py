@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+from penstock.runtime.freed_memory import trim_above
+
 MIB = 1 << 20
 SCRIPT = """
 import ctypes, json, sys, time
@@ -14,6 +16,7 @@ from penstock.runtime.freed_memory import HeapTrimmer
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
+ballast = bytearray(b"1") * int(sys.argv[3])
 before = ProcessMemory().held_bytes()
 blocks = []
 for _ in range(4000):  # what is in use between them keeps them from being returned
@@ -33,9 +36,9 @@ print(json.dumps({"kept": kept, "left": left, "times": trimmer.times, "says": st
 """
 
 
-def watched(limit_bytes, seconds):
+def watched(limit_bytes, seconds, ballast_bytes=0):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(limit_bytes), str(seconds)],
+        [sys.executable, "-c", SCRIPT, str(limit_bytes), str(seconds), str(ballast_bytes)],
         check=False,
         capture_output=True,
         text=True,
@@ -51,6 +54,21 @@ def test_kept_memory_is_returned_when_little_is_left():
     assert found["left"] < 50 * MIB
     assert found["times"] >= 1
     assert f"({found['times']} times" in found["says"]
+
+
+def test_of_much_usable_memory_no_more_is_left_unused_than_a_process_fills_meanwhile():
+    found = watched(430 * MIB, seconds=1, ballast_bytes=1200 * MIB)
+    assert found["kept"] < 430 * MIB - 128 * MIB  # an eighth of all would be more than is left
+    assert found["times"] == 0
+    assert watched(350 * MIB, seconds=60, ballast_bytes=1200 * MIB)["times"] >= 1
+
+
+def test_after_a_trim_the_next_is_before_the_limit_whatever_its_size():
+    for limit in (64 * MIB, 512 * MIB, 1 << 30, 8 << 30, 64 << 30, 1 << 40):
+        left = limit - trim_above(limit, 0)
+        assert 0 < left <= min(limit // 8, 128 * MIB)
+        for returned in (left // 2, left, 2 * left, limit // 2):
+            assert limit - left <= trim_above(limit, limit - returned) < limit
 
 
 def test_kept_memory_stays_where_enough_is_left():

@@ -9,25 +9,30 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
 from penstock.core.memory import MemoryRequest, ProcessMemory, usable_memory
 from penstock.core.ranks import local_processes
-from penstock.core.units import format_bytes
+from penstock.core.units import MIB, format_bytes
 from penstock.io.pages import trim_heap
 
-_FREE_SHARE: Final = 8
-"""The heap is trimmed once less than this part of the usable memory is left: an eighth."""
-_GROWTH_SHARE: Final = 32
-"""Part of the usable memory by which the process grows before the heap is trimmed again."""
+_LEFT_BYTES: Final = 128 * MIB
+_LEFT_SHARE: Final = 8
+"""The heap is trimmed once so little of the usable memory is left: what the process can fill until the
+heap has been trimmed, but at most an eighth. Memory that is trimmed earlier has to be mapped again."""
+_GROWTH_SHARE: Final = 4
+"""Part of that by which the process grows before the heap is trimmed again."""
 _LEAST_WAIT_S: Final = 0.002
-_MOST_WAIT_S: Final = 0.1
+_MOST_WAIT_S: Final = 0.5
+"""Most time between two looks at the process: each takes some 0.7 ms of a core that computes."""
 _GROWTH_BYTES_PER_S: Final = 4 * 10**9
 """Speed at which a process may fill new pages."""
-_USABLE_EVERY: Final = 10
-"""Looks at this process for one at what others leave."""
+_USABLE_EVERY_S: Final = 0.1
+"""Least time between two looks at what others leave."""
 
 
 class HeapTrimmer:
@@ -68,22 +73,32 @@ class HeapTrimmer:
         self._process.close()
 
     def _watch(self) -> None:
-        wait_s, looks, trimmed_to = 0.0, 0, 0
+        wait_s, looked_s, trimmed_to = 0.0, -math.inf, 0
         while not self._stop.wait(wait_s):
             held = self._process.held_bytes()
-            if looks % _USABLE_EVERY == 0:
-                self._limit_bytes = self._usable_bytes(held)
-            looks += 1
+            now_s = time.monotonic()
+            if now_s - looked_s >= _USABLE_EVERY_S:
+                self._limit_bytes, looked_s = self._usable_bytes(held), now_s
             trimmed_to = min(trimmed_to, held)
-            limit = self._limit_bytes
-            trim_at = max(limit - limit // _FREE_SHARE, trimmed_to + limit // _GROWTH_SHARE)
+            trim_at = trim_above(self._limit_bytes, trimmed_to)
             if held > trim_at:
                 trim_heap()
                 trimmed_to = self._process.held_bytes()
                 self.times += 1
                 self.returned_bytes += max(0, held - trimmed_to)
-            left = max(0, trim_at - held)
-            wait_s = min(_MOST_WAIT_S, max(_LEAST_WAIT_S, left / _GROWTH_BYTES_PER_S))
+            room = max(0, trim_at - held)
+            wait_s = min(_MOST_WAIT_S, max(_LEAST_WAIT_S, room / _GROWTH_BYTES_PER_S))
+
+
+def trim_above(limit_bytes: int, trimmed_to: int) -> int:
+    """Return the bytes above which the heap is trimmed.
+
+    Args:
+        limit_bytes: What the process may use.
+        trimmed_to: What it has held at least since the heap was trimmed; 0 if it was not.
+    """
+    left = min(limit_bytes // _LEFT_SHARE, _LEFT_BYTES)
+    return max(limit_bytes - left, trimmed_to + left // _GROWTH_SHARE)
 
 
 def _usable_bytes(held: int) -> int:

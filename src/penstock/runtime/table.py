@@ -25,6 +25,7 @@ from penstock.codec.base import Fidelity
 from penstock.core.config import UNLIMITED
 from penstock.core.locks import Lock, condition, defer
 from penstock.core.units import KIB, MIB
+from penstock.homed import use_count
 from penstock.runtime.sampling import POSITIVE
 from penstock.runtime.storage import (
     Origin,
@@ -248,7 +249,7 @@ def is_in_use(saved: SavedStorage) -> bool:
     if storage is None:
         return True
     ours = 1 + sum(view() is not None for view in saved.views or ())
-    return bool(torch._C._storage_Use_Count(storage._cdata) > ours)
+    return use_count(storage) > ours
 
 
 def is_edited(saved: SavedStorage) -> bool:

@@ -37,7 +37,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import MIB, format_bytes, parse_bytes
-from penstock.homed import home_of, is_sharded, move_out
+from penstock.homed import home_of, is_sharded, move_out, use_count
 from penstock.io.engine import Priority
 from penstock.io.pages import is_untouched, trim_heap, whole_pages
 from penstock.observe.clients import WEIGHTS
@@ -58,7 +58,6 @@ YOUNG_BYTES: Final = 128 * MIB
 """Weights that stay in memory for their initialisers, but for a longer one."""
 _NAMED: Final = 3
 """Weights that a warning names."""
-_use_count: Final = torch._C._storage_Use_Count
 
 
 class _Young:
@@ -404,7 +403,7 @@ def _is_whole(parameter: Parameter) -> bool:
 
 
 def _uses(parameter: Tensor) -> int:
-    return int(_use_count(parameter.untyped_storage()._cdata))
+    return use_count(parameter.untyped_storage())
 
 
 _OWN_USES: Final = _uses(torch.empty(0))

@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from penstock.core.errors import ClosedError, ConfigError
+from penstock.homed import use_count
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import advise_random
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
 from penstock.store.account import Account
 from penstock.weights.brought import BroughtMemory
-from penstock.weights.homes import Home, WeightFiles, is_dense, use_count, view_like
+from penstock.weights.homes import Home, WeightFiles, is_dense, view_like
 from penstock.weights.model import rest_weights
 from penstock.weights.state_dict import detached
 

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.errors import NoSpaceError
 from penstock.core.units import format_bytes, round_up
-from penstock.homed import is_sharded, local_of, move_out, settle
+from penstock.homed import is_sharded, local_of, move_out, settle, use_count
 from penstock.io.engine import Priority, Transfer
 from penstock.io.files import DirectFile
 from penstock.io.mapping import advise_random, map_files, memory_at
@@ -585,12 +585,6 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return tensor.layout == torch.strided and tensor.numel() > 0
-
-
-def use_count(storage: torch.UntypedStorage) -> int:
-    """Return the number of references to a storage."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
 
 
 def shares_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:

@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, MismatchError
 from penstock.core.units import parse_bytes
-from penstock.homed import home_of, is_sharded
+from penstock.homed import home_of, is_sharded, use_count
 from penstock.io.files import open_path
 from penstock.observe.clients import WEIGHTS
 from penstock.store.blob import StrPath
@@ -25,7 +25,7 @@ from penstock.weights.dispatched import (
     remove_hooks,
     tie_again,
 )
-from penstock.weights.homes import Home, WeightFiles, flat_bytes, use_count
+from penstock.weights.homes import Home, WeightFiles, flat_bytes
 from penstock.weights.inplace import LEAST_BYTES, SourceFile, SourceHome
 from penstock.weights.pieces import PieceReader, PieceWriter
 from penstock.weights.safetensors import StoredTensor, WeightFile, open_source

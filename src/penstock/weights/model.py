@@ -11,10 +11,10 @@ from torch.nn import Module, Parameter
 
 from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import format_bytes
-from penstock.homed import home_of, is_sharded, local_of, paused_holders
+from penstock.homed import home_of, is_sharded, local_of, paused_holders, use_count
 from penstock.store.base import Place, Tier
 from penstock.weights.fsdp import GatheredWeights, is_whole
-from penstock.weights.homes import Home, WeightFiles, is_dense, use_count
+from penstock.weights.homes import Home, WeightFiles, is_dense
 from penstock.weights.importing import load_dispatched
 
 _NAMED: Final = 3

@@ -33,7 +33,7 @@ from penstock.core.errors import BudgetError
 from penstock.core.locks import condition
 from penstock.core.process import fork_guard
 from penstock.core.units import format_bytes
-from penstock.homed import home_of
+from penstock.homed import home_of, use_count
 from penstock.io.engine import Transfer
 from penstock.store.account import Account
 from penstock.weights.brought import BroughtMemory
@@ -42,7 +42,6 @@ from penstock.weights.homes import (
     Keeper,
     shares_storage,
     show,
-    use_count,
     version_of,
     view_like,
 )
