@@ -46,7 +46,7 @@ from penstock.runtime.encoding import HostCoder
 from penstock.store import FaultyTier
 from penstock.store.frames import SCRATCH
 
-SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 8e9, 8e9)
+SLOW = Machine("slow flash", 1e5, 1e5, 1e-4, 8e9, 8e9)
 """To plan for, not to run on: next to it every codec is quick."""
 BUDGET_BYTES = 32 * MIB
 SCRATCH_BYTES = BUDGET_BYTES // 8

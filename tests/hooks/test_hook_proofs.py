@@ -17,7 +17,7 @@ from penstock.core.errors import InPlaceError
 from penstock.plan import Machine
 from test_codec_training import assert_only_scratch_held
 
-SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 8e9, 8e9)
+SLOW = Machine("slow flash", 1e5, 1e5, 1e-4, 8e9, 8e9)
 PASSES = 7
 """One is planned raw, one sampled, the others are encoded."""
 LATE = 4

@@ -13,7 +13,7 @@ from penstock.plan import Machine
 from penstock.runtime.sampling import STRETCH_BYTES, Sampler
 
 POSITIVE = "positive"
-SLOW = {"machine": Machine("slow flash", 1e6, 1e6, 1e-4, 8e9, 8e9)}
+SLOW = {"machine": Machine("slow flash", 1e5, 1e5, 1e-4, 8e9, 8e9)}
 
 
 def sampled(tensor, dtype=None, *, sign_only=False):
