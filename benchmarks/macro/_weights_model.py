@@ -86,7 +86,7 @@ class Block(nn.Module):
     def __init__(self, shape):
         super().__init__()
         hidden, inner = shape.hidden, shape.inner
-        self.heads = shape.heads
+        self.head_width = hidden // shape.heads
         self.before, self.between = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.out = nn.Linear(hidden, hidden, bias=False)
@@ -95,14 +95,21 @@ class Block(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x, turns):
-        batch, length, width = x.shape
-        heads = (batch, length, 3, self.heads, width // self.heads)
-        query, key, value = self.qkv(self.before(x)).view(heads).permute(2, 0, 3, 1, 4)
+        heads = self.qkv(self.before(x)).unflatten(-1, (3, -1, self.head_width))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
         query, key = turned(query, turns), turned(key, turns)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         y = self.between(x)
         return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+def turns_of(shape, length, dtype):
+    """Cosines and sines of rotary positions."""
+    half = shape.hidden // shape.heads // 2
+    rates = 10000.0 ** -(torch.arange(half) / half)
+    angles = torch.arange(length)[:, None] * rates
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def turned(x, turns):
@@ -123,11 +130,8 @@ class Decoder(nn.Module):
             self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 
     def forward(self, ids):
-        half = self.shape.hidden // self.shape.heads // 2
-        rates = 10000.0 ** -(torch.arange(half) / half)
-        angles = torch.arange(ids.shape[1])[:, None] * rates
         x = self.tokens(ids)
-        turns = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        turns = turns_of(self.shape, ids.shape[1], x.dtype)
         for block in self.blocks:
             x = block(x, turns)
         return self.head(self.norm(x))

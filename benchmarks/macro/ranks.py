@@ -1,15 +1,18 @@
 """Ranks of one job that share a machine and an SSD: their steps beside plain ranks, and their rates.
 
-A decoder in the shape of LLaMA is trained by ranks that meet through gloo, under
-``DistributedDataParallel`` (``ddp``) or FSDP2 (``fsdp2``), each with its part of the cores and with
-tokens of its own. Plain ranks and ranks with Penstock live together and take turns, step by step. The
-time of a step is that of the slowest rank. What Penstock has a tenth of the memory for:
+A decoder in the shape of LLaMA is trained by ranks that meet through gloo, each with its part of the
+cores: under ``DistributedDataParallel`` (``ddp``), FSDP2 (``fsdp2``), FSDP2 in groups of two ranks
+(``hsdp``), tensor parallel (``tp``), FSDP2 over pairs that are tensor parallel (``fsdp2+tp``), and as
+stages of a pipeline with the schedule 1F1B (``pipeline``, four micro-batches). Plain ranks and ranks
+with Penstock live together and take turns, step by step. The time of a step is that of the slowest
+rank. What Penstock has a tenth of the memory for:
 
 * ``activations``: what autograd saves; the optimizer is SGD;
-* ``states``: the states of AdamW, exact, updated in backward;
+* ``states``: the states of AdamW, exact, updated in backward (in ``step`` in pipelines, where each
+  micro-batch has a backward);
 * ``gradients``: gradients until the update, whose states are in memory; two backwards make a step;
-* ``weights``: the weights, beside exact states that are updated in backward. They have more than a tenth
-  if the largest weights of a rank need more.
+* ``weights``: the weights, beside exact states that are updated in the same way. They have more than a
+  tenth if the largest weights of a rank need more.
 
 Losses must be the same to the last bit. ``rates`` are those of one process that writes and reads through
 the engine, and of all ranks that do so at once, in turns; their sum and the slowest are compared.
@@ -33,9 +36,8 @@ import _weights_model
 import _weights_steps
 import torch
 import torch.distributed as dist
+from _ranks_parallel import KINDS, groups_of, local_of
 from _raw_file import LENGTH, RawFile
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import _results
 import penstock
@@ -79,7 +81,7 @@ def parse():
     parser.add_argument("--shape", default="91M", choices=_weights_model.SHAPES)
     parser.add_argument("--tokens", type=int, default=512, help="of each rank")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--parallel", nargs="*", default=["ddp", "fsdp2"])
+    parser.add_argument("--parallel", nargs="*", default=["ddp", "fsdp2"], choices=KINDS)
     parser.add_argument("--what", nargs="*", default=["activations", "states"], choices=CASES)
     parser.add_argument("--name", default="ranks", help="of the result file")
     parser.add_argument("--into", default=_results.RESULTS, help="folder for the result file")
@@ -209,30 +211,32 @@ def child(job):
     world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=job["meet"], rank=job["rank"], world_size=world)
     torch.manual_seed(0)
-    model = _weights_model.Decoder(_weights_model.SHAPES[job["shape"]], torch.float32)
-    parallel = sharded(model) if job["parallel"] == "fsdp2" else DistributedDataParallel(model)
-    total = sum(local_of(each).nbytes for each in parallel.parameters())
-    optimizer = optimizer_of(parallel, job, total)
-    take = Step(parallel, optimizer, own_ids(job), backwards=2 if job["what"] == "gradients" else 1)
+    together = KINDS[job["parallel"]](
+        _weights_model.Decoder(_weights_model.SHAPES[job["shape"]], torch.float32)
+    )
+    module = together.module
+    total = sum(local_of(each).nbytes for each in module.parameters())
+    optimizer = optimizer_of(module, job, total)
+    take = Step(together, optimizer, job, backwards=2 if job["what"] == "gradients" else 1)
     known = {"states_bytes": 2 * total, "memory_bytes": 2 * total // SHARE}
     offloading = nullcontext()
     if job["what"] == "gradients":
         known = {"gradient_bytes": total, "memory_bytes": total // SHARE}
     if job["what"] == "weights":
-        limit = max(total // SHARE, 2 * largest_of(parallel, job) + (1 << 20))
+        limit = max(total // SHARE, 2 * together.largest_bytes() + (1 << 20))
         known = {"weight_bytes": total, "memory_bytes": limit}
         if job["side"] == "penstock":
             offloading = penstock.offload(
-                parallel, optimizer, weights="flash", weights_memory=limit, flash=job["dir"]
+                module, optimizer, weights="flash", weights_memory=limit, flash=job["dir"]
             )
     if job["what"] == "activations":
-        with penstock.offload(parallel, optimizer, policy="keep") as session:
+        with penstock.offload(module, optimizer, policy="keep") as session:
             take()
         saved = session.budget.peak_bytes
         known = {"saved_bytes": saved, "memory_bytes": saved // SHARE}
         if job["side"] == "penstock":
             offloading = penstock.offload(
-                parallel,
+                module,
                 optimizer,
                 device_memory=saved // SHARE,
                 flash=job["dir"],
@@ -243,60 +247,46 @@ def child(job):
     dist.destroy_process_group()
 
 
-def sharded(model):
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-def largest_of(model, job):
-    """Most bytes of weights of this rank that are needed at once: with FSDP2, those of a block."""
-    if job["parallel"] == "ddp":
-        return max(each.nbytes for each in model.parameters())
-    return max(sum(local_of(each).nbytes for each in block.parameters()) for block in model.blocks)
-
-
-def own_ids(job):
-    """Tokens of this rank, others in each step."""
-    numbers = torch.Generator().manual_seed(1 + job["rank"])
+def ids_of(together, job):
+    """Token ids of this rank's steps: those of ranks with the same share are the same."""
+    numbers = torch.Generator().manual_seed(1 + together.share)
     while True:
-        yield torch.randint(0, job["vocabulary"], (1, job["tokens"]), generator=numbers)
+        yield torch.randint(
+            0, job["vocabulary"], (together.batch, job["tokens"]), generator=numbers
+        )
 
 
-def local_of(parameter):
-    """The shard of this rank."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
-def optimizer_of(model, job, weight_bytes):
+def optimizer_of(module, job, weight_bytes):
+    groups = groups_of(module)
     if job["what"] == "activations":
-        return torch.optim.SGD(model.parameters(), lr=1e-3)
+        return torch.optim.SGD(groups, lr=1e-3)
     if job["side"] == "plain":
-        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        return torch.optim.AdamW(groups, lr=1e-4, fused=True)
     settings = {"lr": 1e-4, "flash": job["dir"], "tile": 1 << 18}
     if job["what"] == "gradients":
         memory = {"host_memory": 4 * weight_bytes, "gradient_memory": weight_bytes // SHARE}
-        return FlashAdamW(model.parameters(), **memory, **settings)
-    memory = {"host_memory": 2 * weight_bytes // SHARE}
-    optimizer = FlashAdamW(model.parameters(), overlap=True, **memory, **settings)
+        return FlashAdamW(groups, **memory, **settings)
+    settings["host_memory"] = 2 * weight_bytes // SHARE
+    optimizer = FlashAdamW(groups, overlap=job["parallel"] != "pipeline", **settings)
     if job["parallel"] == "ddp":
-        optimizer.update_after(model)
+        optimizer.update_after(module)
     return optimizer
 
 
 class Step:
-    """One step on this rank's tokens."""
+    """One step of the optimizer, on this rank's tokens."""
 
-    def __init__(self, model, optimizer, ids, *, backwards):
-        self.model, self.optimizer, self.ids, self.backwards = model, optimizer, ids, backwards
+    def __init__(self, together, optimizer, job, *, backwards):
+        self.together, self.optimizer, self.backwards = together, optimizer, backwards
+        self.ids = ids_of(together, job)
 
     def __call__(self):
-        for _ in range(self.backwards):
-            loss = _weights_model.loss_of(self.model, next(self.ids))
-            loss.backward()
+        losses = [
+            loss for _ in range(self.backwards) for loss in self.together.backward(next(self.ids))
+        ]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return [loss.item()]
+        return losses
 
 
 def serve_rates(directory):
