@@ -1,4 +1,12 @@
-"""A file that is read and written through Penstock's engine, and nothing else: what the disk allows."""
+"""Bytes that are moved, and nothing else: through Penstock's engine as fast as the disk allows, or by
+system calls beside what is measured."""
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
 
 from penstock.core.units import GIB, MIB
 from penstock.io.engine import Priority, Request
@@ -48,3 +56,52 @@ def pieces_of(op, total):
     return [
         (start / total, op, start, min(PIECE, total - start)) for start in range(0, total, PIECE)
     ]
+
+
+class Mover:
+    """A process that does nothing but read and write a file, by system calls, evenly over a time."""
+
+    def __init__(self, directory):
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.wait()
+
+    def begin(self, read, written, over_s):
+        """Move so many bytes, the last of them after about so many seconds."""
+        self._process.stdin.write(json.dumps([read, written, over_s]) + "\n")
+        self._process.stdin.flush()
+
+    def wait(self):
+        """Wait until that is done."""
+        if not self._process.stdout.readline():
+            sys.exit("the process that moves bytes has ended; what it said is above")
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def serve_moves(directory):
+    """Move what each line of stdin says; tell when that is done."""
+    fd = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT)
+    memory = [mmap.mmap(-1, PIECE) for _ in range(DEPTH)]
+    for number, start in enumerate(range(0, LENGTH, PIECE)):
+        os.pwritev(fd, [memory[number % DEPTH]], start)
+    print(flush=True)
+    for line in sys.stdin:
+        read, written, over_s = json.loads(line)
+        begun = time.perf_counter()
+        pieces = sorted([*pieces_of("read", read), *pieces_of("write", written)])
+        for number, (share, op, start, _) in enumerate(pieces):
+            time.sleep(max(0, begun + share * over_s - time.perf_counter()))
+            move = os.preadv if op == "read" else os.pwritev
+            move(fd, [memory[number % DEPTH]], start % LENGTH)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    serve_moves(sys.argv[1])

@@ -14,8 +14,11 @@ rank. What Penstock has a tenth of the memory for:
 * ``weights``: the weights, beside exact states that are updated in the same way. They have more than a
   tenth if the largest weights of a rank need more.
 
-Losses must be the same to the last bit. ``rates`` are those of one process that writes and reads through
-the engine, and of all ranks that do so at once, in turns; their sum and the slowest are compared.
+Losses must be the same to the last bit. A third side, ``beside_transfers``, shows what those bytes cost
+on this machine whoever moves them: plain ranks, beside each of which a process does nothing but move as
+many bytes as the rank with Penstock has just moved, by system calls spread over the step. ``rates`` are
+those of one process that writes and reads through the engine, and of all ranks that do so at once, in
+turns; their sum and the slowest are compared.
 
     python benchmarks/macro/ranks.py --dir /nvme/scratch --ranks 2
 """
@@ -37,7 +40,7 @@ import _weights_steps
 import torch
 import torch.distributed as dist
 from _ranks_parallel import KINDS, groups_of, local_of
-from _raw_file import LENGTH, RawFile
+from _raw_file import LENGTH, Mover, RawFile
 
 import _results
 import penstock
@@ -51,6 +54,7 @@ SHARE = 10
 """Part of the memory that Penstock has: a tenth."""
 MOVED = 2 * GIB
 """Bytes that each process writes, and reads, in a turn of ``rates``."""
+SIDES = ("plain", "penstock", "beside_transfers")
 
 
 def main():
@@ -163,42 +167,69 @@ def rates(args):
 def compared(args, parallel, what):
     """Steps of ranks with Penstock beside those of plain ones."""
     with tempfile.TemporaryDirectory(dir=args.dir) as folder, ExitStack() as stack:
-        sides = {}
+        sides, moved = {}, [(0, 0)] * args.ranks
+        movers = [Mover(args.dir) for _ in range(args.ranks)]
+        for mover in movers:
+            stack.callback(mover.close)
         for side in ("plain", "penstock"):
             job = {**vars(args), "do": "steps", "parallel": parallel, "what": what, "side": side}
             job |= {"meet": f"file://{folder}/{side}", "into": None, "mode": "full"}
             job["vocabulary"] = _weights_model.SHAPES[args.shape].vocabulary
             sides[side] = Ranks(args.ranks, job)
             stack.callback(sides[side].close)
-        turns = {side: [] for side in sides}
+        turns = {side: [] for side in SIDES}
         for number in range(WARM_UP + args.steps):
-            for side, ranks in sides.items():
-                turns[side].append(ranks.go())
-                took = max(each["step_s"] for each in turns[side][-1])
-                print(f"  {number} {side}: {took:.2f} s", file=sys.stderr)
+            for side in SIDES:
+                if side == "beside_transfers":
+                    over_s = slowest(turns["plain"][-1])
+                    for mover, each in zip(movers, moved, strict=True):
+                        mover.begin(*each, over_s)
+                turns[side].append(sides["penstock" if side == "penstock" else "plain"].go())
+                if side == "penstock":
+                    moved = [
+                        (each["read_bytes"], each["written_bytes"]) for each in turns[side][-1]
+                    ]
+                if side == "beside_transfers":
+                    for mover in movers:
+                        mover.wait()
+                print(f"  {number} {side}: {slowest(turns[side][-1]):.2f} s", file=sys.stderr)
         known = sides["penstock"].known[0]
-    times = {
-        side: [max(each["step_s"] for each in turn) for turn in found[WARM_UP:]]
-        for side, found in turns.items()
-    }
-    outputs = {
-        side: [[each["outputs"] for each in turn] for turn in found]
-        for side, found in turns.items()
-    }
+    times = {side: list(map(slowest, found[WARM_UP:])) for side, found in turns.items()}
     counted = turns["penstock"][WARM_UP:]
+    # plain ranks have made two steps in each turn
+    of_plain = [
+        losses(turn)
+        for pair in zip(turns["plain"], turns["beside_transfers"], strict=True)
+        for turn in pair
+    ]
     return {
         "plain_step_s": statistics.median(times["plain"]),
         "step_s": statistics.median(times["penstock"]),
-        "ratio_to_plain": statistics.median(
-            ours / plain for ours, plain in zip(times["penstock"], times["plain"], strict=True)
-        ),
-        "same_losses": outputs["plain"] == outputs["penstock"],
+        "ratio_to_plain": ratio(times["penstock"], times["plain"]),
+        "plain_beside_transfers_ratio": ratio(times["beside_transfers"], times["plain"]),
+        "ratio_to_plain_beside_transfers": ratio(times["penstock"], times["beside_transfers"]),
+        "same_losses": list(map(losses, turns["penstock"])) == of_plain[: WARM_UP + args.steps],
         **known,
         "read_bytes": statistics.median(each["read_bytes"] for turn in counted for each in turn),
         "written_bytes": statistics.median(
             each["written_bytes"] for turn in counted for each in turn
         ),
     }
+
+
+def slowest(turn):
+    """Seconds of a step, which is as slow as its slowest rank."""
+    return max(each["step_s"] for each in turn)
+
+
+def losses(turn):
+    """Those of all ranks."""
+    return [each["outputs"] for each in turn]
+
+
+def ratio(ours, theirs):
+    """Median of the ratios of neighbouring steps."""
+    return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
 
 
 # -- one rank ----------------------------------------------------------------------------------------

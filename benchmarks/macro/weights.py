@@ -25,6 +25,10 @@ divides by itself what the control group leaves. ``untrimmed`` is ``flash`` in a
 ``malloc`` keeps, and ``mmap`` in one in which ``malloc`` maps each larger block by itself; they may use
 three times the memory.
 
+``beside_transfers``, named after ``flash`` and ``plain``, is ``plain`` beside a process that does nothing
+but move as many bytes as the last step of ``flash``, by system calls spread over it: what those bytes
+cost on this machine, whoever moves them.
+
 Two sides are bounds of a step. ``raw`` moves the bytes that the last step of ``flash`` has read and
 written, through the same engine, and does nothing else. ``compute`` is forward and backward of a plain
 decoder in memory, without an update, of which 1 and 3 blocks are timed and the others counted, so that it
@@ -53,7 +57,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _weights_model
 import _weights_steps
 import torch
-from _raw_file import LENGTH, RawFile
+from _raw_file import LENGTH, Mover, RawFile
 
 import _peers
 import _results
@@ -69,7 +73,8 @@ from penstock.runtime import freed_memory
 BOUNDS = ("raw", "compute")
 HEAPS = ("untrimmed", "mmap")
 STREAMED = ("flash", "auto", *HEAPS)
-OURS = (*STREAMED, "plain", "mapped", *BOUNDS)
+PLAIN = ("plain", "beside_transfers")
+OURS = (*STREAMED, *PLAIN, "mapped", *BOUNDS)
 WARM_UP = 2
 """Turns that are not counted."""
 PEERS = {
@@ -184,23 +189,32 @@ def prepared(job):
 def take_turns(args, sides):
     """The figures of each side, whose steps alternate with those of the others."""
     running = {side: Running(args, job) for side, job in sides.items()}
+    mover = Mover(args.dir) if "beside_transfers" in sides else None
     try:
         turns = {side: [] for side in running}
         for number in range(WARM_UP + args.steps):
-            moved = 0, 0
+            moved, plain_s = (0, 0), 0
             for side, each in running.items():
+                if side == "beside_transfers":
+                    mover.begin(*moved, plain_s)
                 found = each.step(moved)
+                if side == "beside_transfers":
+                    mover.wait()
                 if found is None:
                     continue
                 print(f"  {number} {side}: {found['step_s']:.2f} s", file=sys.stderr)
                 if side == "flash":
                     moved = found["read_bytes"], found["written_bytes"]
+                if side == "plain":
+                    plain_s = found["step_s"]
                 turns[side].append(found)
         return {side: each.figures(turns[side]) for side, each in running.items()}
     finally:
         for each in running.values():
             each.end()
             each.leave()
+        if mover is not None:
+            mover.close()
 
 
 class Running:
@@ -209,7 +223,7 @@ class Running:
     def __init__(self, args, job):
         leave_page_cache(job["folder"])
         self.group = None
-        unlimited = job["side"] in ("plain", *BOUNDS) or not _weights_steps.CGROUPS.is_dir()
+        unlimited = job["side"] in (*PLAIN, *BOUNDS) or not _weights_steps.CGROUPS.is_dir()
         self.limit = None if unlimited else parse_bytes(args.memory, what="--memory")
         if self.limit is not None and job["side"] in HEAPS:
             self.limit *= 3
@@ -504,7 +518,7 @@ class Work:
         trained = [each for each in model.parameters() if each.requires_grad]
         if job["mode"] == "full":
             limits = {} if job["side"] == "auto" else {"host_memory": job["states_memory"]}
-            if job["side"] not in ("auto", "plain"):
+            if job["side"] not in ("auto", *PLAIN):
                 limits["gradient_memory"] = job["gradient_memory"]
             self.optimizer = FlashAdamW(
                 trained, lr=1e-4, flash=job["dir"], format=job["format"], overlap=True, **limits
