@@ -7,7 +7,7 @@ tensors move as well.
 import gc
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -29,6 +29,10 @@ MACHINE = Machine(
     host_write_bytes_per_s=8e9,
     host_read_bytes_per_s=8e9,
 )
+SLOW_FLASH = replace(
+    MACHINE, flash_write_bytes_per_s=1e5, flash_read_bytes_per_s=1e5, name="slow flash"
+)
+"""To plan for, not to run on: next to it every codec is quick, on a busy machine too."""
 FLOOR_BYTES = 8 * KIB
 PATIENCE_S = 60.0
 

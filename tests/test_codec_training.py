@@ -25,6 +25,7 @@ import preloaded
 import test_bitwise
 import test_bitwise_random
 from offload_runs import (
+    SLOW_FLASH,
     GatedTier,
     Trace,
     assert_nothing_held,
@@ -41,17 +42,14 @@ from penstock.core.errors import NoSpaceError, PenstockError, PenstockWarning, R
 from penstock.core.units import KIB, MIB
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.lab import zoo
-from penstock.plan import Machine
 from penstock.runtime.encoding import HostCoder
 from penstock.store import FaultyTier
 from penstock.store.frames import SCRATCH
 
-SLOW = Machine("slow flash", 1e5, 1e5, 1e-4, 8e9, 8e9)
-"""To plan for, not to run on: next to it every codec is quick."""
 BUDGET_BYTES = 32 * MIB
 SCRATCH_BYTES = BUDGET_BYTES // 8
 LOSSLESS = ("zero-value", "narrow", "exponent", "zero-value+exponent")
-AUTO = {"machine": SLOW, "device_memory": BUDGET_BYTES}
+AUTO = {"machine": SLOW_FLASH, "device_memory": BUDGET_BYTES}
 
 
 def encoded_bytes(session, codec):
@@ -344,7 +342,7 @@ def test_every_codec_is_used_where_it_fits(session_for, patient):
 )
 def test_random_graphs_with_codecs(session_for, graph, rows, passes, options):
     expected = test_bitwise_random.train(graph, rows, passes)
-    with session_for(machine=SLOW, **options) as session:
+    with session_for(machine=SLOW_FLASH, **options) as session:
         found = test_bitwise_random.train(graph, rows, passes)
         assert all(map(same_bits, found, expected))
         assert session.budget.peak_bytes <= session.budget.limit_bytes
@@ -448,7 +446,7 @@ def test_a_tight_budget_is_kept_with_codecs(session_for):
     expected = gradients(chain_loss(model, rows=32), parameters)
     for codec in ("auto", "zero-value+exponent"):
         with session_for(
-            model, codec=codec, policy="auto", device_memory=16 * MIB, machine=SLOW
+            model, codec=codec, policy="auto", device_memory=16 * MIB, machine=SLOW_FLASH
         ) as session:
             for _ in range(5):
                 found = gradients(chain_loss(model, rows=32), parameters)
@@ -503,7 +501,7 @@ def test_a_full_disk_falls_back_to_host_memory(session_for):
         wrap_tier=full(5),
         host_memory="256MiB",
         device_memory=16 * MIB,
-        machine=SLOW,
+        machine=SLOW_FLASH,
     ) as session:
         with pytest.warns(PenstockWarning, match="No space left") as caught:
             found = gradients(chain_loss(model, rows=32), parameters)

@@ -1,17 +1,18 @@
 """Whole sessions on a GPU whose storages are encoded there before the copy, and decoded after it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gpu_runs import DEVICE, HOST, run, settings_for
 from torch import nn
 
 from cuda_runs import assert_nothing_held
-from offload_runs import Trace, counted, session_in, wait_until
+from offload_runs import SLOW_FLASH, Trace, counted, session_in, wait_until
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.recorder import StallCause
-from penstock.plan.machine import Machine
 from penstock.runtime.cuda.codec_speeds import CodecSpeeds
 from penstock.runtime.cuda.encoding import DeviceCoder
 from penstock.store.frames import SCRATCH
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*determinis"),
     pytest.mark.filterwarnings("ignore:.*AccumulateGrad node's stream"),
 ]
-SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 1e6, 1e6)
+SLOW = replace(SLOW_FLASH, host_write_bytes_per_s=1e5, host_read_bytes_per_s=1e5)
 """To plan for, not to run on: next to it every codec is quick."""
 
 

@@ -12,12 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offload_runs import counted, same_bits, wait_for_writes
+from offload_runs import SLOW_FLASH, counted, same_bits, wait_for_writes
 from penstock.core.errors import InPlaceError
-from penstock.plan import Machine
 from test_codec_training import assert_only_scratch_held
 
-SLOW = Machine("slow flash", 1e5, 1e5, 1e-4, 8e9, 8e9)
 PASSES = 7
 """One is planned raw, one sampled, the others are encoded."""
 LATE = 4
@@ -67,7 +65,7 @@ def signs_kept(session_for, build, *, passes=PASSES):
     expected = train(build(), lambda: None, passes)
     torch.manual_seed(0)
     model = build()
-    with session_for(model, machine=SLOW, device_memory="64MiB") as session:
+    with session_for(model, machine=SLOW_FLASH, device_memory="64MiB") as session:
         found = train(model, lambda: wait_for_writes(session), passes)
         assert [same_bits(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(
             found
@@ -393,7 +391,7 @@ def test_ctrl_c_out_of_a_network_leaves_nothing_watched(session_for):
         if model.interrupt:
             raise KeyboardInterrupt
 
-    with session_for(model, machine=SLOW, device_memory="64MiB") as session:
+    with session_for(model, machine=SLOW_FLASH, device_memory="64MiB") as session:
         for step in range(PASSES):
             model.interrupt = step == LATE
             if model.interrupt:
@@ -409,7 +407,7 @@ def test_the_output_of_a_relu_is_the_users_to_keep(session_for):
     torch.manual_seed(0)
     model = Net(nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)))
     outputs = []
-    with session_for(model, machine=SLOW, device_memory="64MiB") as session:
+    with session_for(model, machine=SLOW_FLASH, device_memory="64MiB") as session:
         for step in range(PASSES):
             kept = model.activation[0](model.conv(images(step)))
             expected = F.relu(model.conv(images(step))).detach()
@@ -439,7 +437,7 @@ def test_an_output_that_is_modified_in_place_is_an_error_as_without(session_for,
         run(Net(nn.ReLU()))
     model = Net(nn.ReLU())
     with (
-        session_for(model, machine=SLOW, device_memory="64MiB") as session,
+        session_for(model, machine=SLOW_FLASH, device_memory="64MiB") as session,
         pytest.raises(InPlaceError, match="modified by an inplace operation"),
     ):
         run(model, lambda: wait_for_writes(session))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from optim_runs import assert_same
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import penstock
 from penstock import ChecksumError, ClosedError, ConfigError, PenstockWarning, TransferError
@@ -207,19 +208,34 @@ def test_pages_of_a_gradient_are_freed_once_nothing_uses_them(monkeypatch):
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("threshold", [None, "4294967296"])
-def test_memory_that_glibc_maps_by_itself_is_not_held(threshold, monkeypatch):
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    if threshold is not None:
-        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", threshold)
+@pytest.mark.parametrize(
+    "malloc", ["", "MALLOC_MMAP_THRESHOLD_=4294967296", "GLIBC_TUNABLES=glibc.malloc.mmap_max=0"]
+)
+def test_memory_that_glibc_maps_by_itself_is_not_held(malloc, monkeypatch):
+    for name in gradient_spill._MALLOC_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    if malloc:
+        monkeypatch.setenv(*malloc.split("=", 1))
     gradient = torch.ones(1 << 23)  # 32 MiB
     left = LeftMemory()
     left.add(gradient)
     storage = weakref.ref(gradient.untyped_storage())
     del gradient
-    assert (storage() is None) == (threshold is None)
+    assert (storage() is not None) == bool(malloc)
     left.drop()
     assert storage() is None
+
+
+def test_a_gradient_that_only_wraps_another_has_no_pages_of_its_own(monkeypatch):
+    """A redistributed DTensor's may be one; the address of its storage cannot be had."""
+    freed = []
+    monkeypatch.setattr(gradient_spill, "forget_contents", freed.append)
+    gradient = AsyncCollectiveTensor(torch.ones(1 << 20))
+    left = LeftMemory()
+    left.add(gradient)
+    del gradient
+    left.free()
+    assert not freed
 
 
 def test_what_fits_is_not_written_and_takes_no_space(small):

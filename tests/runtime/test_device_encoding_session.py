@@ -1,19 +1,19 @@
 """Whole sessions whose storages are encoded on a device, whose copies run late (see ``lazy_device``)."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from cuda_training import HOST, MORE_HOST, trained
 
 from cuda_runs import assert_nothing_held
-from offload_runs import gradients, session_in, wait_until
+from offload_runs import SLOW_FLASH, gradients, session_in, wait_until
 from penstock.codec.device import FORMS
 from penstock.core.errors import BudgetError, ConfigError, RestoreError
 from penstock.core.units import MIB
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.recorder import StallCause
-from penstock.plan.machine import Machine
 from penstock.runtime import stores
 from penstock.runtime.cuda import encoding
 from penstock.runtime.cuda.encoding import DeviceCoder
@@ -22,7 +22,7 @@ from penstock.runtime.transfers import Reads
 from penstock.store.frames import SCRATCH, THREAD_NAME
 
 BUDGET = "32MiB"
-SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 1e6, 1e6)
+SLOW = replace(SLOW_FLASH, host_write_bytes_per_s=1e5, host_read_bytes_per_s=1e5)
 """To plan for, not to run on: next to it every codec is quick."""
 
 

@@ -67,8 +67,9 @@ def test_after_a_trim_the_next_is_before_the_limit_whatever_its_size():
     for limit in (64 * MIB, 512 * MIB, 1 << 30, 8 << 30, 64 << 30, 1 << 40):
         left = limit - trim_above(limit, 0)
         assert 0 < left <= min(limit // 8, 128 * MIB)
-        for returned in (left // 2, left, 2 * left, limit // 2):
-            assert limit - left <= trim_above(limit, limit - returned) < limit
+        for free in (left // 16, left // 8, left // 2, left, 2 * left, limit // 2):
+            assert limit - left <= trim_above(limit, limit - free) < limit
+        assert trim_above(limit, limit) > limit  # and not all the time beyond it
 
 
 def test_kept_memory_stays_where_enough_is_left():

@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from offload_runs import same_bits
+from offload_runs import SLOW_FLASH, same_bits
 from penstock.core.units import KIB, MIB
 from penstock.observe.recorder import StallCause
-from penstock.plan import Machine
 from penstock.runtime.sampling import STRETCH_BYTES, Sampler
 
 POSITIVE = "positive"
-SLOW = {"machine": Machine("slow flash", 1e5, 1e5, 1e-4, 8e9, 8e9)}
 
 
 def sampled(tensor, dtype=None, *, sign_only=False):
@@ -162,7 +160,7 @@ def test_training_with_mapped_data_at_an_odd_address(session_for):
     assert values.data_ptr() % 4
     weight = torch.randn(256, requires_grad=True)
     expected = None
-    with session_for(device_memory="64MiB", **SLOW) as session:
+    with session_for(device_memory="64MiB", machine=SLOW_FLASH) as session:
         for _ in range(5):
             (values * weight).sum().backward()
             expected = weight.grad if expected is None else expected
@@ -173,7 +171,7 @@ def test_training_with_mapped_data_at_an_odd_address(session_for):
 
 def test_sampling_is_told_as_a_stall_of_its_own(session_for):
     weight = torch.randn(8192, requires_grad=True)
-    with session_for(device_memory="64MiB", **SLOW) as session:
+    with session_for(device_memory="64MiB", machine=SLOW_FLASH) as session:
 
         def sampled_ns():
             stall = session.recorder.snapshot().stalls.get(StallCause.SAMPLING)

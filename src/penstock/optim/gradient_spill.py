@@ -32,8 +32,8 @@ TILES_AHEAD: Final = 4
 """Tiles whose gradients are on their way back, or there, besides those that are updated."""
 _MAPPED_BYTES: Final = 32 * MIB
 """glibc maps memory of this length, or more, by itself, and returns it to the system when it is freed,
-unless its threshold was set to another."""
-_THRESHOLD: Final = "MALLOC_MMAP_THRESHOLD_"
+unless it was set to do otherwise."""
+_MALLOC_SETTINGS: Final = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
 FLYING_BYTES: Final = 64 * MIB
 """Most bytes of gradients on their way out: their memory is not free yet."""
 
@@ -86,13 +86,10 @@ class LeftMemory:
 
     def add(self, gradient: Tensor) -> None:
         """Take a gradient's memory, in place of that which another has left."""
-        storage = gradient.untyped_storage()
-        # memory that is not torch's own, as NumPy's, may have users that do not count, and a device may
-        # know the pages of pinned memory
-        is_heap = storage.device.type == "cpu" and storage.resizable() and not gradient.is_pinned()
-        is_mapped = storage.nbytes() >= _MAPPED_BYTES and _THRESHOLD not in os.environ
+        is_plain = type(gradient) is Tensor  # one that wraps another has no memory of its own
+        is_kept = is_plain and _is_kept_by_malloc(gradient.untyped_storage())
         with self._lock:
-            self._storage = storage if is_heap and not is_mapped else None
+            self._storage = gradient.untyped_storage() if is_kept else None
 
     def free(self) -> None:
         """Free the pages unless something else uses them."""
@@ -112,13 +109,29 @@ class LeftMemory:
             self._storage = None
 
 
-def _references(storage: torch.UntypedStorage) -> int:
-    """Return how many there are: all that Python has of it, together, are one of torch's."""
-    weak = weakref.getweakrefcount(storage)
-    return use_count(storage) + sys.getrefcount(storage) + weak
+def _is_kept_by_malloc(storage: torch.UntypedStorage) -> bool:
+    """Return whether glibc keeps the pages when it is freed, and nobody else knows them.
+
+    Memory that is not torch's own, as NumPy's, may have users that do not count, and a device may know
+    the pages of pinned memory.
+    """
+    if storage.device.type != "cpu" or not storage.resizable() or storage.is_pinned():
+        return False
+    return storage.nbytes() < _MAPPED_BYTES or any(each in os.environ for each in _MALLOC_SETTINGS)
 
 
-def _references_alone() -> int:
+def _references(storage: torch.UntypedStorage) -> tuple[int, int, int]:
+    """Return how many torch has, and Python, whose references are one of torch's together.
+
+    Torch's are counted again at the end: another thread may make a tensor of one of Python's meanwhile.
+    """
+    before = use_count(storage)
+    of_python = sys.getrefcount(storage) + weakref.getweakrefcount(storage)
+    return before, of_python, use_count(storage)
+
+
+def _references_alone() -> tuple[int, int, int]:
+    """Return how many there are if one variable of the caller is all that refers to a storage."""
     storage = torch.empty(0).untyped_storage()
     return _references(storage)
 

@@ -25,14 +25,17 @@ _LEFT_SHARE: Final = 8
 """The heap is trimmed once so little of the usable memory is left: what the process can fill until the
 heap has been trimmed, but at most an eighth. Memory that is trimmed earlier has to be mapped again."""
 _GROWTH_SHARE: Final = 4
-"""Part of that by which the process grows before the heap is trimmed again."""
+_LEAST_GROWTH_SHARE: Final = 32
+"""Parts of that by which the process grows before the heap is trimmed again: a quarter, or less where it
+would reach the limit, but not so little that the heap is trimmed all the time."""
 _LEAST_WAIT_S: Final = 0.002
 _MOST_WAIT_S: Final = 0.5
 """Most time between two looks at the process: each takes some 0.7 ms of a core that computes."""
 _GROWTH_BYTES_PER_S: Final = 4 * 10**9
 """Speed at which a process may fill new pages."""
 _USABLE_EVERY_S: Final = 0.1
-"""Least time between two looks at what others leave."""
+_USABLE_EVERY: Final = 10
+"""What others leave is looked at that often, or with each so many looks at the process."""
 
 
 class HeapTrimmer:
@@ -77,7 +80,7 @@ class HeapTrimmer:
         while not self._stop.wait(wait_s):
             held = self._process.held_bytes()
             now_s = time.monotonic()
-            if now_s - looked_s >= _USABLE_EVERY_S:
+            if now_s - looked_s >= min(_USABLE_EVERY_S, _USABLE_EVERY * wait_s):
                 self._limit_bytes, looked_s = self._usable_bytes(held), now_s
             trimmed_to = min(trimmed_to, held)
             trim_at = trim_above(self._limit_bytes, trimmed_to)
@@ -98,7 +101,8 @@ def trim_above(limit_bytes: int, trimmed_to: int) -> int:
         trimmed_to: What it has held at least since the heap was trimmed; 0 if it was not.
     """
     left = min(limit_bytes // _LEFT_SHARE, _LEFT_BYTES)
-    return max(limit_bytes - left, trimmed_to + left // _GROWTH_SHARE)
+    growth = min(left // _GROWTH_SHARE, (limit_bytes - trimmed_to) // 2)
+    return max(limit_bytes - left, trimmed_to + max(growth, left // _LEAST_GROWTH_SHARE))
 
 
 def _usable_bytes(held: int) -> int:
