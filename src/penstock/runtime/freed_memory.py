@@ -34,8 +34,9 @@ _MOST_WAIT_S: Final = 0.5
 _GROWTH_BYTES_PER_S: Final = 4 * 10**9
 """Speed at which a process may fill new pages."""
 _USABLE_EVERY_S: Final = 0.1
+"""Least time between two looks at what others leave, where much is left."""
 _USABLE_EVERY: Final = 10
-"""What others leave is looked at that often, or with each so many looks at the process."""
+"""Looks at the process to each look at what others leave, where little is left."""
 
 
 class HeapTrimmer:
