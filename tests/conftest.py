@@ -112,6 +112,24 @@ def one_thread():
 
 
 @pytest.fixture
+def patient(monkeypatch):
+    """Backward begins when all writes have ended, so that what was written really has to come back.
+
+    On a busy machine it is needed before its write has begun now and then, and stays.
+    """
+    from offload_runs import wait_until
+    from penstock.hooks.saved_tensors import SavedTensorHooks
+
+    unpack = SavedTensorHooks.unpack
+
+    def wait_and_unpack(self, packed):
+        wait_until(lambda: not self._holder.inspect("it").writes, "all writes have ended")
+        return unpack(self, packed)
+
+    monkeypatch.setattr(SavedTensorHooks, "unpack", wait_and_unpack)
+
+
+@pytest.fixture
 def session_for(disk_path, small_knobs, one_thread):
     """``session_for(model, optimizer, **settings)``: a session on a disk; see ``offload_runs``.
 

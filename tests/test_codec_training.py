@@ -35,12 +35,10 @@ from offload_runs import (
     read_bytes,
     same_bits,
     wait_for_writes,
-    wait_until,
     written_bytes,
 )
 from penstock.core.errors import NoSpaceError, PenstockError, PenstockWarning, RestoreError
 from penstock.core.units import KIB, MIB
-from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.lab import zoo
 from penstock.runtime.encoding import HostCoder
 from penstock.store import FaultyTier
@@ -55,18 +53,6 @@ AUTO = {"machine": SLOW_FLASH, "device_memory": BUDGET_BYTES}
 def encoded_bytes(session, codec):
     """Bytes of storages that a codec encoded so far."""
     return counted(session, f"encoded.source_bytes.{codec}")
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """Backward begins when all writes have ended, so that what was encoded really has to come back."""
-    unpack = SavedTensorHooks.unpack
-
-    def wait_and_unpack(self, packed):
-        wait_until(lambda: not self._holder.inspect("it").writes, "all writes have ended")
-        return unpack(self, packed)
-
-    monkeypatch.setattr(SavedTensorHooks, "unpack", wait_and_unpack)
 
 
 def assert_only_scratch_held(session):

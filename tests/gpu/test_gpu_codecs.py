@@ -8,10 +8,9 @@ from gpu_runs import DEVICE, HOST, run, settings_for
 from torch import nn
 
 from cuda_runs import assert_nothing_held
-from offload_runs import SLOW_FLASH, Trace, counted, session_in, wait_until
+from offload_runs import SLOW_FLASH, Trace, counted, session_in
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB
-from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.recorder import StallCause
 from penstock.runtime.cuda.codec_speeds import CodecSpeeds
 from penstock.runtime.cuda.encoding import DeviceCoder
@@ -24,18 +23,6 @@ pytestmark = [
 ]
 SLOW = replace(SLOW_FLASH, host_write_bytes_per_s=1e5, host_read_bytes_per_s=1e5)
 """To plan for, not to run on: next to it every codec is quick."""
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """Backward begins when all writes have ended, so that what was encoded really has to come back."""
-    unpack = SavedTensorHooks.unpack
-
-    def wait_and_unpack(self, packed):
-        wait_until(lambda: not self._holder.inspect("it").writes, "all writes have ended")
-        return unpack(self, packed)
-
-    monkeypatch.setattr(SavedTensorHooks, "unpack", wait_and_unpack)
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def sft(path, *callbacks, **changes):
     return weights_of(model), trainer.state.log_history
 
 
-def test_a_trainer_of_trl_trains_to_the_same_bits(disk_path, monkeypatch):
+def test_a_trainer_of_trl_trains_to_the_same_bits(patient, disk_path, monkeypatch):
     needs("trl", "transformers")
     from penstock.hosts.transformers import TrainerOffload
 
@@ -182,16 +182,15 @@ def scalars(folder):
     }
 
 
-def test_metrics_reach_tensorboard_from_a_loop(disk_path):
+def test_metrics_reach_tensorboard_from_a_loop(patient, disk_path):
     needs("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = SMALL | {"device_memory": "512KiB"}  # so that writes end, however late they come
     with (
         SummaryWriter(disk_path / "events") as writer,
-        penstock.offload(model, optimizer, flash=disk_path, **settings) as session,
+        penstock.offload(model, optimizer, flash=disk_path, **SMALL) as session,
     ):
         for step, inputs in enumerate(torch.randn(3, 128, 256)):
             model(inputs).square().mean().backward()
@@ -208,7 +207,7 @@ def test_metrics_reach_tensorboard_from_a_loop(disk_path):
     assert found["penstock/flash_written_bytes"][-1] > 0
 
 
-def test_metrics_reach_tensorboard_from_a_trainer(disk_path):
+def test_metrics_reach_tensorboard_from_a_trainer(patient, disk_path):
     """By a callback that comes after Penstock's, as the manual has it."""
     transformers = needs("transformers", "tensorboard")
     from penstock.hosts.transformers import TrainerOffload

@@ -59,7 +59,7 @@ def train_by_trainer(path, *callbacks, **arguments):
     return weights_of(model), trainer.state.log_history
 
 
-def test_a_trainer_trains_to_the_same_bits_and_logs_what_was_moved(disk_path):
+def test_a_trainer_trains_to_the_same_bits_and_logs_what_was_moved(patient, disk_path):
     needs("transformers")
     from penstock.hosts.transformers import TrainerOffload
 
@@ -122,7 +122,7 @@ def fit(path, *, callbacks=(), plugins=(), fail_at=None, epochs=1, resume=None):
     return weights_of(module), trainer
 
 
-def test_lightning_trains_to_the_same_bits_and_logs_what_was_moved(disk_path):
+def test_lightning_trains_to_the_same_bits_and_logs_what_was_moved(patient, disk_path):
     needs("lightning.pytorch")
     from penstock.hosts.lightning import LightningOffload
 

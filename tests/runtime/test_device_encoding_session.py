@@ -8,11 +8,10 @@ import torch
 from cuda_training import HOST, MORE_HOST, trained
 
 from cuda_runs import assert_nothing_held
-from offload_runs import SLOW_FLASH, gradients, session_in, wait_until
+from offload_runs import SLOW_FLASH, gradients, session_in
 from penstock.codec.device import FORMS
 from penstock.core.errors import BudgetError, ConfigError, RestoreError
 from penstock.core.units import MIB
-from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.recorder import StallCause
 from penstock.runtime import stores
 from penstock.runtime.cuda import encoding
@@ -21,21 +20,10 @@ from penstock.runtime.eviction import Eviction
 from penstock.runtime.transfers import Reads
 from penstock.store.frames import SCRATCH, THREAD_NAME
 
+pytestmark = pytest.mark.usefixtures("patient")
 BUDGET = "32MiB"
 SLOW = replace(SLOW_FLASH, host_write_bytes_per_s=1e5, host_read_bytes_per_s=1e5)
 """To plan for, not to run on: next to it every codec is quick."""
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """Backward begins when all writes have ended, so that what was encoded really has to come back."""
-    unpack = SavedTensorHooks.unpack
-
-    def wait_and_unpack(self, packed):
-        wait_until(lambda: not self._holder.inspect("it").writes, "all writes have ended")
-        return unpack(self, packed)
-
-    monkeypatch.setattr(SavedTensorHooks, "unpack", wait_and_unpack)
 
 
 def run(path, *, steps=3, **settings):
