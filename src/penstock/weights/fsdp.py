@@ -95,9 +95,10 @@ class GatheredHome(Home):
         parameter, shard = self.parameter, self._shard
         assert parameter is not None
         if self.keeper is None:
-            values = view_like(self.resting.untyped_storage(), self.layout)
+            storage = self.resting.untyped_storage()
         else:
-            values = cast(WeightBringer, self.keeper).bring(self, parameter)
+            storage = cast(WeightBringer, self.keeper).bring(self, parameter)
+        values = view_like(storage, self.layout)
         if values.size() != shard.padded_sharded_param_size:
             padded = values.new_zeros(shard.padded_sharded_param_size)
             padded.narrow(shard.fsdp_placement.dim, 0, len(values)).copy_(values)
