@@ -67,7 +67,6 @@ from penstock.core.errors import BudgetError
 from penstock.core.units import MIB, parse_bandwidth, parse_bytes, round_up
 from penstock.io.mapping import PAGE_BYTES
 from penstock.optim import FlashAdamW
-from penstock.plan.training_step import ENGINE_BYTES
 from penstock.runtime import freed_memory
 
 BOUNDS = ("raw", "compute")
@@ -439,12 +438,8 @@ def expected(args):
 
 
 def planned(args):
-    """What ``penstock plan`` foretells of a step in all its memory, which it divides by itself."""
-    inference, full = args.mode in ("prefill", "decode"), args.mode == "full"
-    limits = [args.weights_memory]
-    limits += [] if inference else [args.saved_memory]
-    limits += [args.gradient_memory, args.states_memory] if full else []
-    memory = ENGINE_BYTES + sum(parse_bytes(each, what="memory") for each in limits)
+    """What ``penstock plan`` foretells of a step with the same limits of weights and saved tensors."""
+    inference = args.mode in ("prefill", "decode")
     tokens = 1 if args.mode == "decode" else args.tokens
     call = (args.shape, args.dtype, args.mode, tokens)
     with tempfile.TemporaryDirectory() as folder:
@@ -454,8 +449,8 @@ def planned(args):
             f"    return _weights_model.planned(*{call!r})\n"
         )
         words = f"{network}:build --weights flash --batch 1 --optimizer adam --format {args.format}"
-        words += f" --machine {args.machine} --memory {memory}"
-        words += " --forward-only" * inference
+        words += f" --machine {args.machine} --weights-memory {args.weights_memory}"
+        words += " --forward-only" if inference else f" --saved-memory {args.saved_memory}"
         request = plan_step.check_step(plan.parser().parse_args(words.split()))
         try:
             step = request.plan()
@@ -463,7 +458,7 @@ def planned(args):
             print(f"there is no plan to compare with: {error}")
             return None
     return {
-        "memory_bytes": memory,
+        "memory_bytes": step.memory.total,
         "step_s": step.replayed.step_ns / 1e9,
         "read_bytes": step.read_bytes,
         "written_bytes": step.written_bytes,

@@ -128,7 +128,7 @@ def test_forward_alone_reads_each_weight_once_and_writes_nothing(capsys, own):
     least = told(capsys, *words, "--forward-only")["step"]["least_bytes"]
     facts = told(capsys, *words, "--forward-only", "--memory", least)
     step = facts["step"]
-    layer = 2 * (1024 * 1024 + 1024)
+    layer = 2 * 1024 * 1024  # beside its bias, which stays in memory
     assert facts["forward_only"]
     assert step["moved"]["weights_read"] == sum(-(-layer // 4096) * 4096 for _ in step["order"]) > 0
     assert step["written_bytes"] == step["parameters"] == 0
@@ -178,6 +178,27 @@ def test_the_text_says_what_one_rank_has_and_what_is_not_known(capsys):
     assert "not known" not in out
 
 
+def test_what_weights_and_saved_tensors_have_may_be_given(own, capsys):
+    words = [f"{own}:build", "--batch", "64", "--machine", "cpu", *FLASH]
+    each = 2 << 20  # bytes of one weight; its bias stays in memory
+
+    def bytes_with(weights):
+        step = told(capsys, *words, "--weights-memory", weights, "--saved-memory", "64MiB")["step"]
+        assert step["memory"]["saved"] == 64 << 20
+        return step["moved"]["weights_read"], step["moved"]["weights_written"]
+
+    assert bytes_with("4MiB") == (
+        4 * each,
+        4 * each,
+    )  # two stay at the turn, and two for the next step
+    assert bytes_with("7MiB") == (2 * each, 2 * each)
+    assert bytes_with("8MiB") == (0, 0)
+    message = refused(capsys, 1, *words, "--weights-memory", "3MiB")
+    assert f"the two longest need {2 * each} bytes" in message
+    message = refused(capsys, 1, *words, "--saved-memory", "1")
+    assert "within 1 B; give them more" in message
+
+
 def test_too_little_memory_is_refused_with_the_least(capsys):
     words = [*TINY, "--batch", "2", *FLASH]
     least = told(capsys, *words)["step"]["least_bytes"]
@@ -195,6 +216,8 @@ def test_too_little_flash_is_refused_with_the_largest_model(capsys):
     ("words", "match"),
     [
         (["--batch", "2", "--weights", "flash", "--device-memory", "1GiB"], "use --memory"),
+        (["--batch", "2", "--weights-memory", "1GiB"], "--weights-memory needs --weights flash"),
+        (["--batch", "2", "--ranks", "2", "--saved-memory", "1GiB"], "needs --weights flash"),
         (["--batch", "2", "--weights", "flash", "--policy", "all"], "name one policy"),
         (["--batch", "2", "--weights", "flash", "--save-plan", "a.json"], "no weights yet"),
         (["--weights", "flash"], "neither is given"),

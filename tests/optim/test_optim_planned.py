@@ -121,7 +121,7 @@ def test_ranks_move_the_weights_of_the_plan_but_for_what_is_still_in_memory(
     part = WEIGHT_WIDTH**2 * 4 // world
     limit, steps = 2 * part, 4
     step = planned(capsys, path, world, "fsdp2", "--weights", "flash")["step"]["moved"]
-    assert step["weights_read"] == 2 * DEPTH * part
+    assert DEPTH * part <= step["weights_read"] < 2 * DEPTH * part
     assert step["weights_written"] == DEPTH * part
     words = (str(64 * TILE), str(limit), str(steps))
     rank_programs.run(disk_path, WEIGHTS, world, *words)
@@ -129,4 +129,4 @@ def test_ranks_move_the_weights_of_the_plan_but_for_what_is_still_in_memory(
         read, written = json.loads((disk_path / f"moved{rank}.json").read_text())
         assert read % part == written % part == 0
         assert 0 <= steps * step["weights_written"] - written <= limit
-        assert 0 <= steps * step["weights_read"] - read <= steps * 2 * limit
+        assert steps * step["weights_read"] <= read <= steps * 2 * DEPTH * part

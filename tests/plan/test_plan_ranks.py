@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.units import MIB
 from penstock.plan import Compute
 from penstock.plan.ranks import DDP, FSDP2, Ranks
-from penstock.plan.weights import StepBytes, step_bytes
+from penstock.plan.weights import StepBytes, WeightsChoice, step_bytes
 
 PAGE = 4096
 NODE = replace(
@@ -32,7 +32,7 @@ def test_a_rank_moves_its_part_and_the_network_the_rest(parallel, part, gathered
     nbytes, records = 4 * 100 * PAGE, 4 * 12 * PAGE
     weights = Ranks(4, parallel=parallel).divide(weights_of([nbytes]))
     weights = [replace(one, record_bytes=records // part) for one in weights]
-    assert step_bytes(weights, frozenset(), frozenset()) == StepBytes(
+    assert step_bytes(weights, WeightsChoice()) == StepBytes(
         weights_read=2 * nbytes // part,
         weights_written=nbytes // part,
         records_read=records // part,
@@ -126,13 +126,17 @@ def test_more_nodes_divide_the_time_of_flash_and_more_ranks_on_a_node_do_not():
         busy[count, nodes, ssds] = found.plan(found.least.total).bounds.flash
     one = busy[1, 1, 1]
     for (_, nodes, ssds), took in busy.items():
-        assert took == pytest.approx(one / nodes / ssds, rel=0.02)
+        assert took == pytest.approx(one / nodes / ssds, rel=0.05)  # of fewer bytes more may stay
 
 
 def test_ddp_wears_each_ssd_as_often_as_ranks_share_it():
     alone, parts, whole = (
-        of_ranks(ranks, [64 * MIB] * 2, [MS] * 2)
-        for ranks in (Ranks(), Ranks(8), Ranks(8, parallel=DDP))
+        of_ranks(ranks, [64 * MIB] * 3, [MS] * 3, weights_bytes=least)  # so that none is kept
+        for ranks, least in (
+            (Ranks(), 128 * MIB),
+            (Ranks(8), 16 * MIB),
+            (Ranks(8, parallel=DDP), 128 * MIB),
+        )
     )
     written = [each.plan(each.least.total).written_bytes for each in (alone, parts, whole)]
     assert written[0] == written[2] == Ranks(8).of_each_ssd(written[1])

@@ -407,7 +407,8 @@ def test_each_token_reads_what_does_not_fit(disk_path):
             generate(model)
             per_token = (engine.read_bytes - read) / tokens
             missing = session._weights.total_bytes - limit
-            assert missing <= per_token <= missing + 2 * WEIGHT_BYTES
+            # beside those that stay there is room for one in use, and for two that are read ahead
+            assert missing <= per_token <= missing + 3 * WEIGHT_BYTES
             assert session._weights.forced == 0
 
 

@@ -24,7 +24,7 @@ from penstock.weights.homes import WeightFiles
 from penstock.weights.model import rest_weights
 from penstock.weights.resting import RestingParameter
 from penstock.weights.streamer import WeightStreamer
-from weights_rig import WEIGHT_BYTES, WIDTH, Chain, bits, built, scripted
+from weights_rig import WEIGHT_BYTES, Chain, bits, built, scripted
 
 COUNT = 6
 LIMIT = 3 * WEIGHT_BYTES
@@ -107,8 +107,7 @@ class Streaming(RuleBasedStateMachine):
     @precondition(lambda self: len(self.brought) < 2)
     @rule(index=which)
     def bring(self, index):
-        storage = self.streamer._keeper.bring(self.homes[index], self.weight(index))
-        values = torch.empty(0).set_(storage, 0, (WIDTH, WIDTH))
+        values = self.streamer._keeper.bring(self.homes[index], self.weight(index))
         assert torch.equal(values, self.expected[index])
         self.brought.append(values)
 

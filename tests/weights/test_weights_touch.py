@@ -423,6 +423,7 @@ def put(state, session, engine):
     home, stay = bring_to_rest(session, NAME)
     if state == "memory":
         home.hold()
+        session._weights._table.leaving.clear()
         home.let_go(changed=False)
         assert stay.storage is not None
     elif state == "coming":

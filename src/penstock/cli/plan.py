@@ -112,6 +112,14 @@ def parser() -> argparse.ArgumentParser:
         " gradients, buffers and saved tensors together (default: all the machine's); with --script"
         " alone: budgets to compare, as 8GiB,4GiB (default: shares of what autograd saves)",
     )  # fmt: skip
+    for name, what in (
+        ("--weights-memory", "weights on flash"),
+        ("--saved-memory", "saved tensors"),
+    ):
+        made.add_argument(
+            name, metavar="SIZE", type=size, help=f"with --weights flash: what {what} have of --memory,"
+            " as in a session with that limit (default: what makes the step shortest)",
+        )  # fmt: skip
     made.add_argument(
         "--format", choices=FORMATS, help="with --weights flash or --ranks: format of the records"
         " (default: exact)",
@@ -178,6 +186,7 @@ def execute(options: argparse.Namespace) -> int | Callable[[], int]:
     if options.from_deepspeed is not None:
         _refuse_others(options)
         return int(_of("deepspeed_config").execute(options))
+    _refuse_limits(options)
     if options.script is not None:
         made: Callable[[], int] = _of("plan_script").planned_script(options)
         return made
@@ -192,6 +201,13 @@ def execute(options: argparse.Namespace) -> int | Callable[[], int]:
         return int(_of("plan_step").execute_step(options))
     _refuse_step_options(options)
     return int(_of("plan_policies").execute_policies(options))
+
+
+def _refuse_limits(options: argparse.Namespace) -> None:
+    """Refuse limits of parts of memory that nothing divides. Raises ConfigError."""
+    for name in ("weights_memory", "saved_memory"):
+        if getattr(options, name) is not None and options.weights != "flash":
+            raise ConfigError(f"--{name.replace('_', '-')} needs --weights flash")
 
 
 def _refuse_step_options(options: argparse.Namespace) -> None:

@@ -49,7 +49,10 @@ _OF_THE_SCRIPT: Final = {
 }
 """Options that do not go with ``--script``, and what to do."""
 _OF_WHOLE_STEPS: Final = ("format", *OF_RANKS)
-_SIZES: Final = ("memory", "host_memory", "flash_memory", "tbw")
+_SIZES: Final = (
+    *("memory", "host_memory", "flash_memory", "tbw"),
+    *("weights_memory", "saved_memory"),
+)
 
 
 def planned_script(options: argparse.Namespace) -> Callable[[], int]:

@@ -74,6 +74,9 @@ class StepRequest:
     tbw_bytes: int | None
     forward_only: bool
     weights_stay: bool
+    weights_bytes: int | None = None
+    """Memory of weights; None: as much as makes the step shortest. The next is that of saved tensors."""
+    saved_bytes: int | None = None
     states: tuple[str, ...] | None = None
     """Names of the optimizer's states, if they are known otherwise than by its name."""
 
@@ -124,6 +127,8 @@ class StepRequest:
             host_bytes=self.host_bytes,
             flash_bytes=self.flash_bytes,
             weights_stay=self.weights_stay,
+            weights_bytes=self.weights_bytes,
+            saved_bytes=self.saved_bytes,
         )
 
     @property
@@ -258,8 +263,14 @@ def check_step(
         tbw_bytes=tbw_bytes,
         forward_only=options.forward_only,
         weights_stay=options.weights == "keep",
+        weights_bytes=_part(options, "weights_memory"),
+        saved_bytes=_part(options, "saved_memory"),
         states=states,
     )
+
+
+def _part(options: argparse.Namespace, name: str) -> int | None:
+    return None if getattr(options, name) is None else bytes_of(options, name, 0, least=1)
 
 
 def states_on_flash(recorded: RecordedStep) -> tuple[str, ...]:
@@ -365,7 +376,8 @@ def _changes(request: StepRequest, plan: StepPlan) -> Iterator[ChangedStep]:
         other = next(one for one in PARALLEL if one != ranks.parallel)
         yield _changed(other, replace(request, ranks=replace(ranks, parallel=other)))
     more = replace(request, memory_bytes=2 * request.memory_bytes)
-    if plan.read_bytes or plan.written_bytes:
+    is_given = request.weights_bytes is not None and request.saved_bytes is not None
+    if (plan.read_bytes or plan.written_bytes) and not is_given:
         yield _changed(f"twice the memory, {format_bytes(more.memory_bytes)}", more)
     step_of, batch = request.subject.step_of, 2 * request.batch_size
     if step_of is not None:

@@ -57,7 +57,7 @@ class RecordedStep:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters."""
-        return sum(one.nbytes for one in self.weights)
+        return sum(one.nbytes + one.small_bytes for one in self.weights)
 
     @property
     def is_cpu(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from penstock.homed import home_of, local_of
 from penstock.plan.operators import Operator
-from penstock.plan.weights import ModuleWeights, OperatorRuns
+from penstock.plan.weights import SMALL_BYTES, ModuleWeights, OperatorRuns
 
 _NO_OPERATORS: Final[Sequence[int]] = ()
 
@@ -70,16 +70,21 @@ class ParameterOwners:
         final: Mapping[str, int],
     ) -> ModuleWeights:
         parameters = self.owned[path]
+        large = [one for one in parameters if local_of(one).nbytes >= SMALL_BYTES]
+        is_small, large = not large, large or parameters
         trained = [local_of(one) for one in parameters if one.requires_grad]
         uses, gradient = runs.uses_of(used[path], final.get(path))
         return ModuleWeights(
             module=path,
-            nbytes=sum(local_of(one).nbytes for one in parameters),
-            trained_bytes=sum(one.nbytes for one in trained),
+            nbytes=sum(local_of(one).nbytes for one in large),
+            trained_bytes=sum(local_of(one).nbytes for one in large if one.requires_grad),
             trained=sum(one.numel() for one in trained),
             dtype=str((trained or parameters)[0].dtype).removeprefix("torch."),
             uses=uses,
             gradient=gradient,
+            small_bytes=sum(local_of(one).nbytes for one in parameters)
+            - sum(local_of(one).nbytes for one in large),
+            is_small=is_small,
         )
 
 

@@ -9,7 +9,7 @@ save two. Plans for some shares of each are replayed, and the one with the short
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -22,12 +22,14 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.min_budget import min_budget
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
-from penstock.plan.replay.step_moves import MOST_PIECES, WeightsChoice, step_slots, update_ns
+from penstock.plan.replay.step_moves import MOST_PIECES, step_slots, update_ns
 from penstock.plan.replay.step_walk import ReplayedStep, replay_step
+from penstock.plan.weight_stays import weight_stays
 from penstock.plan.weights import (
     SMALL_BYTES,
     ModuleWeights,
     StepBytes,
+    WeightsChoice,
     share_of,
     step_bytes,
 )
@@ -36,17 +38,20 @@ Policy = Callable[[Profile, Machine, Budgets], Plan]
 ENGINE_BYTES: Final = 48 * MIB
 """Host memory of the buffers that reads and writes of weights pass through."""
 _SHARES: Final = 16
-"""Shares of weights that are tried."""
+"""Shares of all weights that memory for weights is tried to have."""
 _RECORD_SHARES: Final = 4
 """Shares of records that are tried."""
 _AMPLE_BYTES: Final = 1 << 60
+_FEW_LARGEST: Final = (2, 4, 10)
+"""Largest modules that memory for weights is tried to hold, beside its shares of all."""
 _AHEAD: Final = (0, 2, 8)
-"""Largest modules that the window holds beyond the least."""
+"""Largest modules for which the window is tried to have room beyond the least, where each use gathers
+weights."""
 _SETTLING: Final = 2
 """Replays of a candidate with the bandwidth that flash has in a step as long as the one before."""
 _ALIKE: Final = 1.02
 """Steps whose times differ by a smaller factor are as long for a session."""
-_FEW: Final = 12
+_FEW: Final = 6
 """Plans that are replayed at most for a session."""
 _SAVED: Final = (0.0, 0.5, 1.0)
 """Budgets of saved tensors that are tried, between the least and all of them."""
@@ -128,6 +133,8 @@ class StepPlan:
     """Modules whose weights stay in memory, in the order of the module tree."""
     cached: tuple[str, ...]
     """Modules whose optimizer records stay in memory."""
+    choice: WeightsChoice
+    """The same, and which weights stay from one use to the next."""
     order: tuple[str, ...]
     """Modules in the order in which their weights are read or gathered, once for each use."""
     memory: StepMemory
@@ -164,12 +171,11 @@ class StepPlan:
         return self.replayed.moved.read + self.replayed.activations_read
 
 
-def least_window(profile: Profile, weights: Sequence[ModuleWeights], kept: frozenset[str]) -> int:
+def least_window(profile: Profile, weights: Sequence[ModuleWeights], choice: WeightsChoice) -> int:
     """Return the least window: what is needed at once, and the module that is read next beside it.
 
-    Needed at once are the weights in use and the gradients that are being made.
+    Needed at once are the weights in use, or kept from one use to the next, and gradients that are made.
     """
-    choice = WeightsChoice(kept)
     slots = step_slots(profile, _ANY, weights, choice)
     needed = slots.needed()
     most = following = 0
@@ -183,6 +189,11 @@ def least_window(profile: Profile, weights: Sequence[ModuleWeights], kept: froze
 _ANY: Final = Machine("any", 1.0, 1.0, 0.0, 1.0, 1.0)
 
 
+def gradient_bytes(weights: Iterable[ModuleWeights]) -> int:
+    """Return the bytes of gradients at once: one is made while another one is used for an update."""
+    return 2 * max((one.trained_bytes * one.updated for one in weights), default=0)
+
+
 def without_weights(profile: Profile, weights: Sequence[ModuleWeights]) -> Profile:
     """Return a profile of all device memory without parameters and gradients, which are planned apart.
 
@@ -190,7 +201,7 @@ def without_weights(profile: Profile, weights: Sequence[ModuleWeights]) -> Profi
     """
     if not profile.fixed_bytes:
         return profile
-    less = sum(one.nbytes + one.trained_bytes * one.updated for one in weights)
+    less = sum(one.nbytes + one.small_bytes + one.trained_bytes * one.updated for one in weights)
     return replace(
         profile,
         fixed_bytes=max(0, profile.fixed_bytes - less),
@@ -253,6 +264,8 @@ class StepPlanner:
         flash_bytes: int | None = None,
         weights_stay: bool = False,
         most_saved_bytes: int = _AMPLE_BYTES,
+        weights_bytes: int | None = None,
+        saved_bytes: int | None = None,
     ) -> None:
         """Prepare.
 
@@ -269,6 +282,8 @@ class StepPlanner:
             flash_bytes: Room on flash for everything; None: as much as is needed.
             weights_stay: True if weights never leave memory; only records rest on flash.
             most_saved_bytes: Larger budgets of saved tensors are not tried, unless the least one is.
+            weights_bytes: Memory of weights, but for small ones; None: what makes the step shortest.
+            saved_bytes: Budget of saved tensors; None: the same.
 
         Raises:
             NoSpaceError: Flash has no room for weights and records.
@@ -288,6 +303,8 @@ class StepPlanner:
         self._rings = ring_bytes
         self._most_saved_bytes = most_saved_bytes
         self._weights_stay = weights_stay
+        self._weights_limit = weights_bytes
+        self._saved_limit = saved_bytes
         self.home_bytes = 0 if weights_stay else sum(one.read_bytes for one in weights)
         self.record_bytes = sum(one.state_bytes for one in weights)
         self._room_bytes = self._check_room(flash_bytes)
@@ -330,6 +347,11 @@ class StepPlanner:
         for one in sorted(self.candidates, key=lambda one: one.memory.total):
             if self._fits(self.replay(one)):
                 return one.memory
+        if self._saved_limit is not None:
+            raise PlanError(
+                "no plan was found that keeps the saved tensors of this step within"
+                f" {format_bytes(self._saved_limit)}; give them more, or a smaller batch"
+            )
         raise PlanError(
             "no plan was found for the saved tensors of this step, with"
             f" {format_bytes(self._host_bytes)} of host memory and {format_bytes(self._room_bytes)} of"
@@ -340,7 +362,10 @@ class StepPlanner:
     def _saved_plans(self) -> tuple[tuple[int, Plan], ...]:
         """Budgets of saved tensors with a plan that keeps them; cached in the profile."""
         most = self._most_saved_bytes
-        key = ("saved plans", self._policy, self._machine, self._host_bytes, most)
+        key = (
+            *("saved plans", self._policy, self._machine, self._host_bytes, most),
+            self._saved_limit,
+        )
         known: tuple[tuple[int, Plan], ...] | None = self._profile.derived.get(key)
         if known is None:
             known = self._profile.derived[key] = tuple(self._find_saved_plans())
@@ -349,6 +374,12 @@ class StepPlanner:
     def _find_saved_plans(self) -> Iterator[tuple[int, Plan]]:
         profile, machine = self._profile, self._machine
         tiers = Budgets(1, self._host_bytes, _AMPLE_BYTES)
+        if self._saved_limit is not None:
+            given = replace(tiers, device_bytes=self._saved_limit)
+            plan = self._policy(profile, machine, given)
+            if plan.feasible:
+                yield self._saved_limit, plan
+            return
         whole = profile.peak_saved_bytes
         least = min_budget(profile, machine, tiers, self._least_policy)
         least = whole if least is None else least
@@ -362,18 +393,12 @@ class StepPlanner:
                 yield nbytes, plan
 
     def _candidates(self) -> Iterator[_Candidate]:
-        profile = self._profile
-        largest = max((one.held_bytes(kept=self._weights_stay) for one in self._weights), default=0)
+        largest = max(
+            (one.held_bytes(kept=True) for one in self._weights if one.gathered), default=0
+        )
         for choice in self._choices():
-            least = least_window(profile, self._weights, choice.kept)
-            streamed = sum(
-                one.held_bytes(kept=one.module in choice.kept) + one.trained_bytes
-                for one in self._weights
-                if one.gathered or one.module not in choice.kept
-            )
             kept, cached = self._sizes(choice)
-            windows = {min(least + ahead * largest, max(least, 2 * streamed)) for ahead in _AHEAD}
-            for window in sorted(windows):
+            for window in sorted({choice.window_bytes + ahead * largest for ahead in _AHEAD}):
                 for nbytes, plan in self._saved_plans:
                     yield _Candidate(
                         replace(choice, window_bytes=window),
@@ -383,26 +408,76 @@ class StepPlanner:
 
     def _choices(self) -> Iterator[WeightsChoice]:
         """Yield choices that keep more and more: weights first, then records."""
-        ordered = sorted(
-            (one for one in self._weights if one.uses), key=lambda one: one.uses[0].first
-        )
-        sizes = [(one.module, one.part_of(one.nbytes)) for one in ordered]
-        records = [(one.module, one.state_bytes) for one in ordered if one.state_bytes]
-        unused = frozenset(one.module for one in self._weights if not one.uses)
-        seen = set()
-        for part in range(_SHARES * self._weights_stay, _SHARES + 1):
-            kept = share_of(sizes, part / _SHARES, always_bytes=SMALL_BYTES) - unused
-            if kept not in seen:
-                seen.add(kept)
-                yield WeightsChoice(kept)
-        every = frozenset(name for name, _ in sizes)
+        used = sorted((one for one in self._weights if one.uses), key=lambda one: one.uses[0].first)
+        every = frozenset(one.module for one in used)
+        streamed = [
+            one
+            for one in used
+            if not (self._weights_stay or one.is_small or one.nbytes < SMALL_BYTES)
+        ]
+        small = every - {one.module for one in streamed}
+        total = sum(one.part_of(one.nbytes) for one in streamed)
+        for limit in self._limits([one.part_of(one.nbytes) for one in streamed]):
+            yield self._choice(streamed, small, limit)
+        if self._weights_limit is not None and self._weights_limit < total:
+            return
+        records = [(one.module, one.state_bytes) for one in used if one.state_bytes]
+        whole = self._choice(streamed, small, total)
         for part in range(1, _RECORD_SHARES + 1):
             cached = share_of(records, part / _RECORD_SHARES)
             if cached:
-                yield WeightsChoice(every, cached)
+                yield replace(whole, cached=cached)
+
+    def _limits(self, sizes: Sequence[int]) -> list[int]:
+        """Return the limits of memory for weights that are tried; 0 stands for the least.
+
+        Raises:
+            BudgetError: The limit that is given is below the two longest weights.
+        """
+        total, largest = sum(sizes), max(sizes, default=0)
+        if self._weights_limit is not None:
+            least = sum(sorted(sizes)[-2:])
+            if self._weights_limit < least:
+                raise BudgetError(
+                    f"weights in memory are limited to {format_bytes(self._weights_limit)}, and the two"
+                    f" longest need {least} bytes, {format_bytes(least)}: give them that at least",
+                    slot="weights",
+                    limit_bytes=self._weights_limit,
+                    least_bytes=least,
+                )
+            return [self._weights_limit]
+        shares = (round_up(total * part // _SHARES, PAGE_BYTES) for part in range(1, _SHARES))
+        few = (count * largest for count in _FEW_LARGEST)
+        between = {each for each in (*shares, *few) if _FEW_LARGEST[0] * largest <= each < total}
+        return [0, *sorted(between), *([total] if total else [])]
+
+    def _choice(
+        self, streamed: Sequence[ModuleWeights], small: frozenset[str], limit: int
+    ) -> WeightsChoice:
+        """Return what a session keeps whose weights, but for small ones, have ``limit`` bytes."""
+        sizes = [one.part_of(one.nbytes) for one in streamed]
+        uses = sorted(
+            (use.first, place, number)
+            for place, one in enumerate(streamed)
+            for number, use in enumerate(one.uses)
+        )
+        order = [place for _, place, _ in uses]
+        found = weight_stays(order, sizes, [one.updated for one in streamed], limit)
+        kept = {streamed[place].module for place in found.kept}
+        stays = {
+            (streamed[place].module, number)
+            for (_, place, number), stays in zip(uses, found.until_next, strict=True)
+            if stays and place not in found.kept
+        }
+        choice = WeightsChoice(small | kept, stays=frozenset(stays))
+        window = least_window(self._profile, self._weights, choice)
+        if limit:
+            left = max(0, limit - sum(sizes[place] for place in found.kept))
+            window = max(window, left + gradient_bytes(self._weights))
+        return replace(choice, window_bytes=window)
 
     def _sizes(self, choice: WeightsChoice) -> tuple[int, int]:
-        kept = sum(
+        kept = sum(one.part_of(one.small_bytes) for one in self._weights) + sum(
             one.read_bytes
             for one in self._weights
             if self._weights_stay or one.module in choice.kept
@@ -465,7 +540,7 @@ class StepPlanner:
 
     def _moved_bytes(self, one: _Candidate) -> tuple[int, int]:
         """Return the bytes that a candidate moves, and those of saved tensors in memory."""
-        moved = step_bytes(self._weights, one.choice.kept, one.choice.cached)
+        moved = step_bytes(self._weights, one.choice)
         return moved.read + moved.written + 2 * one.saved.offloaded_bytes, one.memory.saved
 
     def replay(self, one: _Candidate) -> ReplayedStep:
@@ -508,7 +583,7 @@ class StepPlanner:
 
     def _bound(self, one: _Candidate) -> tuple[int, int]:
         """Return a time that no replay of a candidate is shorter than, and least bytes written."""
-        moved = step_bytes(self._weights, one.choice.kept, one.choice.cached)
+        moved = step_bytes(self._weights, one.choice)
         transfers = sum(2 * each.loads + 3 * MOST_PIECES for each in self._weights)  # all rounded
         return self._bounds(moved, one.saved).step - transfers, moved.written
 
@@ -566,6 +641,7 @@ class StepPlanner:
             saved=one.saved,
             kept=tuple(name for name in names if name in one.choice.kept),
             cached=tuple(name for name in names if name in one.choice.cached),
+            choice=one.choice,
             order=tuple(load.weights.module for load in slots.loads),
             memory=one.memory,
             memory_bytes=memory_bytes,
@@ -573,7 +649,7 @@ class StepPlanner:
             disk_bytes=self.home_bytes + self.record_bytes + found.tier_peak_bytes[1],
             parameters=sum(w.trained for w in self._weights if w.updated),
             weights_stay=self._weights_stay,
-            weight_bytes=sum(w.nbytes for w in self._weights),
+            weight_bytes=sum(w.nbytes + w.small_bytes for w in self._weights),
             bounds=bounds,
             replayed=found,
             hidden_factor=_hidden_factor(always, machine),  # flash is hidden: it always computes

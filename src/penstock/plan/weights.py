@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Final
+from typing import Final, TypeVar
 
 from penstock.core.errors import PlanError
 from penstock.core.units import MIB, round_up
 from penstock.plan.groups import PAGE_BYTES
 from penstock.plan.operators import Operator
 
+Name = TypeVar("Name", bound=Hashable)
 SMALL_BYTES: Final = MIB
-"""Weights of a module below this size are always kept, as sessions do by default."""
+"""Weights below this size are always kept, as sessions do by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,12 @@ class ModuleWeights:
     module: str
     """Path of the module; ``""`` is the root."""
     nbytes: int
-    """Bytes of all its parameters. Parameters that share a storage count where they are found first."""
+    """Bytes of its parameters, without ``small_bytes``. Those that share a storage count where they are
+    found first."""
     trained_bytes: int = 0
-    """Bytes of those that are trained; their gradients have as many."""
+    """Bytes of those of them that are trained; their gradients have as many."""
     trained: int = 0
-    """Number of trained parameters (elements)."""
+    """Number of trained parameters (elements), small ones too."""
     dtype: str = "float32"
     """Type of its parameters."""
     uses: tuple[WeightUse, ...] = ()
@@ -62,6 +64,10 @@ class ModuleWeights:
     shards: int = 1
     """Parts into which ranks divide it (FSDP2). Each rank reads, updates and writes its own, and all
     parts are gathered for each use. 1: the whole is on every rank."""
+    small_bytes: int = 0
+    """Bytes of parameters smaller than ``SMALL_BYTES`` beside larger ones: they stay in memory."""
+    is_small: bool = False
+    """True if all of its parameters are so small."""
     gathered_bytes: int = 0
     """Bytes that come from other ranks for each use; the next come while its gradient is reduced."""
     reduced_bytes: int = 0
@@ -227,21 +233,48 @@ class StepBytes:
         return self.weights_written + self.records_written
 
 
-def step_bytes(
-    weights: Iterable[ModuleWeights], kept: frozenset[str], cached: frozenset[str]
-) -> StepBytes:
+@dataclass(frozen=True, slots=True)
+class WeightsChoice:
+    """Weights and records that stay in memory, and the memory for those that come and go."""
+
+    kept: frozenset[str] = frozenset()
+    """Modules whose weights stay always."""
+    cached: frozenset[str] = frozenset()
+    """Modules whose optimizer records stay."""
+    window_bytes: int = 0
+    """Most bytes of weights that are read, their gradients, and updates on their way to flash."""
+    stays: frozenset[tuple[str, int]] = frozenset()
+    """Modules, and the numbers of their uses, after which weights that are not kept stay until the next
+    one: after the last comes the first of the next step."""
+
+    def loads_of(self, one: ModuleWeights) -> list[WeightUse]:
+        """Return the spans of operators for which a module's weights are read in a step.
+
+        Uses between which they stay are one span, unless each gathers them from other ranks.
+        """
+        if one.module in self.kept:
+            return []
+        found: list[WeightUse] = []
+        for number, use in enumerate(one.uses):
+            if (one.module, (number or len(one.uses)) - 1) not in self.stays:
+                found.append(use)
+            elif number and found and not one.gathered:
+                found[-1] = replace(found[-1], last=use.last, backward=use.backward)
+        return found
+
+
+def step_bytes(weights: Iterable[ModuleWeights], choice: WeightsChoice) -> StepBytes:
     """Count the bytes of a step, to the page.
 
     Args:
         weights: All weights.
-        kept: Modules whose weights stay in memory.
-        cached: Modules whose records stay in memory.
+        choice: What stays in memory.
     """
     weights = tuple(weights)
-    streamed = [one for one in weights if one.module not in kept]
-    states = sum(one.state_bytes for one in weights if one.module not in cached)
+    streamed = [one for one in weights if one.module not in choice.kept]
+    states = sum(one.state_bytes for one in weights if one.module not in choice.cached)
     return StepBytes(
-        weights_read=sum(one.loads * one.read_bytes for one in streamed),
+        weights_read=sum(len(choice.loads_of(one)) * one.read_bytes for one in streamed),
         weights_written=sum(one.written_bytes for one in streamed),
         records_read=states,
         records_written=states,
@@ -252,8 +285,8 @@ def step_bytes(
 
 
 def share_of(
-    sizes: Sequence[tuple[str, int]], share: float, *, always_bytes: int = 0
-) -> frozenset[str]:
+    sizes: Sequence[tuple[Name, int]], share: float, *, always_bytes: int = 0
+) -> frozenset[Name]:
     """Choose names whose sizes are at most a share of all bytes, spread evenly over the order.
 
     Evenly, because flash then has something to read all the time. Those below ``always_bytes`` are always
@@ -261,7 +294,8 @@ def share_of(
     """
     if share >= 1:
         return frozenset(name for name, _ in sizes)
-    chosen, seen_bytes, taken_bytes = set(), 0, 0
+    chosen: set[Name] = set()
+    seen_bytes = taken_bytes = 0
     for name, nbytes in sizes:
         if nbytes < always_bytes:
             chosen.add(name)

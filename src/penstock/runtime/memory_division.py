@@ -50,7 +50,7 @@ class MemoryDivision:
         self._profile: Profile | None = None
         self._planner: StepPlanner | None = None
         self._gradient_bytes = 0
-        """Largest gradients of a module: a plan counts them, and here the program holds them."""
+        """Gradients: a plan counts them, and here the program holds them."""
         self._known: dict[int, int | None] = {}
 
     def weights_bytes(self, left_bytes: int) -> int | None:
@@ -84,15 +84,15 @@ class MemoryDivision:
         return max(0, left_bytes - saved_bytes)
 
     def _planner_of(self, request: PolicyRequest, left_bytes: int) -> StepPlanner:
-        from penstock.plan.training_step import StepPlanner  # noqa: PLC0415  (few runs need it)
+        from penstock.plan import training_step  # noqa: PLC0415  (few runs need it)
 
         def policy(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
             found = replace(request, profile=profile, machine=machine, budgets=budgets)
             return replace(found, slack_bytes=0).plan()
 
         weights = self._weights(request.profile)
-        self._gradient_bytes = max((one.trained_bytes * one.updated for one in weights), default=0)
-        return StepPlanner(
+        self._gradient_bytes = training_step.gradient_bytes(weights)
+        return training_step.StepPlanner(
             request.profile,
             weights,
             request.machine,

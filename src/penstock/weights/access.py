@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -10,7 +12,7 @@ from torch.nn.functional import embedding
 from penstock.core.errors import InPlaceError
 from penstock.homed import home_of, local_of
 from penstock.weights.eviction import WeightEviction
-from penstock.weights.homes import Home, is_dense
+from penstock.weights.homes import Home, is_dense, view_like
 from penstock.weights.module_uses import ModuleUses
 from penstock.weights.reads import WeightReads
 from penstock.weights.stays import Stay, WeightTable
@@ -37,27 +39,28 @@ class WeightKeeper:
 
     # -- for backward -----------------------------------------------------------------------------
 
-    def bring(self, home: Home, parameter: Parameter) -> torch.UntypedStorage:
-        """Return the memory of a weight; it stays as long as anybody refers to it."""
+    def bring(self, home: Home, parameter: Parameter) -> Tensor:
+        """Return a weight whole; its memory stays as long as anybody refers to it."""
         if home.keeper is not self or (home.parameter is None and home_of(parameter) is None):
             if not home.is_mapped and home.is_at_rest:
                 home.begin_touch()  # which raises
             with (
                 torch._C.DisableTorchFunctionSubclass()
             ):  # the session is closed, or it has left its home
-                return Tensor.untyped_storage(local_of(parameter))
+                return view_like(Tensor.untyped_storage(local_of(parameter)), home.layout)
         self._table.check_process(home)
         stay = self._table.by_home[home]
         self._reads.acquire(stay)
         storage = stay.storage
         if storage is None and home.is_mapped:
             storage = home.resting.untyped_storage()
-        self._reads.release(stay)
-        if storage is None:
+        whole = None if storage is None else view_like(storage, home.layout)
+        self._reads.release(stay)  # it does not leave now, as somebody refers to it
+        if whole is None:
             raise InPlaceError(
                 f"weight {home.name}, which backward needs, was replaced meanwhile in another thread"
             )
-        return storage
+        return whole
 
     # -- for optimizers ---------------------------------------------------------------------------
 
@@ -71,6 +74,8 @@ class WeightKeeper:
         self._table.check_process(home)
         stay = self._table.by_home[home]
         self._reads.acquire(stay)
+        with self._table.wake:
+            stay.holder = threading.get_ident()
         self._eviction.wait_for_write(stay)
         if stay.storage is not None:
             self._table.memory.settle(stay.storage)
@@ -80,10 +85,11 @@ class WeightKeeper:
         stay = self._table.by_home[home]
         if changed:
             self.lent(home)
+        with self._table.wake:
+            stay.holder = 0
         self._reads.release(stay)
         with self._table.wake:
-            begin = self._eviction.should_leave(stay)
-            if begin:
+            if self._eviction.should_leave(stay):
                 self._eviction.write(stay)
 
     # -- for resting weights ----------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""Weights leave memory for others. What was changed is written home first.
+"""Weights leave memory. What was changed is written home first.
 
-Weights stay in memory while they fit. If they do not, what is needed last leaves first (:mod:`.order`).
-What was changed is written home at once if it cannot stay until its next use, so that it is gone when
-its memory is needed.
+A weight that does not stay until its next use (:mod:`.order`) leaves when it has been used. If there is
+no room for another one even so, what is needed last leaves.
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ class WeightEviction:
 
     Attributes:
         failure: Why a weight could not be written home; no more are written in this step then.
+        gives_way: False from when weights are taken home for good: what is brought then, stays.
     """
 
     def __init__(self, table: WeightTable) -> None:
         """Free memory of the weights of a table."""
         self._table = table
         self.failure: BaseException | None = None
+        self.gives_way = True
 
     def give_way(self, nbytes: int) -> None:
         """Begin to free memory for other parts of Penstock, of what is needed last. Never waits.
@@ -39,7 +40,11 @@ class WeightEviction:
         """
         account = self._table.account
         enough = account.used_bytes - nbytes
-        while account.used_bytes > enough and self._give_some(account.used_bytes - enough):
+        while (
+            self.gives_way
+            and account.used_bytes > enough
+            and self._give_some(account.used_bytes - enough)
+        ):
             pass
 
     def _give_some(self, nbytes: int) -> bool:
@@ -50,7 +55,7 @@ class WeightEviction:
         if self._table.memory.trim(nbytes):
             return True
         with self._table.wake:
-            return self.free(nbytes, later_than=NOW) or self.take_unneeded_read()
+            return self.let_leave() or self.free(nbytes) or self.take_unneeded_read()
 
     def moved(self) -> None:
         """A read or write is over: go on to give way, if somebody still waits for that."""
@@ -58,7 +63,7 @@ class WeightEviction:
             self._table.wake.notify_all()
         account = self._table.account
         owed = max(account.owed_bytes, account.used_bytes - account.limit_bytes)
-        if owed > 0 and self._give_some(owed):
+        if owed > 0 and self.gives_way and self._give_some(owed):
             defer(self.moved)  # after what was let go is freed, which is deferred as this is
 
     def take_unneeded_read(self, stay: Stay | None = None) -> bool:
@@ -69,10 +74,39 @@ class WeightEviction:
                 return True
         return False
 
-    def free(self, nbytes: int, *, later_than: int) -> bool:
-        """Let the weight that is needed last leave memory, if it is needed later than that.
+    def let_leave(self) -> bool:
+        """Let weights leave that have been used and do not stay; begin to write those that were changed.
+
+        Under the lock.
+
+        Returns:
+            Whether memory was freed.
+        """
+        leaving, freed = self._table.leaving, False
+        for stay in tuple(leaving):
+            if stay.pins or stay.touching or stay.writing is not None:
+                continue
+            if stay.storage is None or stay.must_stay:
+                del leaving[stay]
+            elif stay.is_lent:
+                continue
+            elif not stay.is_changed:
+                del leaving[stay]
+                self._table.send_home(stay)
+                freed = True
+            elif self.failure is None:
+                self.write(stay)
+        return freed
+
+    def free(self, nbytes: int, *, later_than: int = NOW, spares: bool = False) -> bool:
+        """Let the weight that is needed last leave memory.
 
         If what is needed last was changed, begin to write as much as is to be freed. Under the lock.
+
+        Args:
+            nbytes: Bytes that are missing.
+            later_than: Only weights that are needed later than this leave.
+            spares: Leave those in memory that are to stay.
 
         Returns:
             Whether memory was freed.
@@ -84,6 +118,7 @@ class WeightEviction:
             if stay.storage is not None
             and not (stay.pins or stay.touching)
             and stay.writing is None
+            and not (spares and stay.stays)
         )
         for next_use, stay in sorted(idle, key=lambda each: -each[0]):
             if next_use <= later_than:
@@ -99,12 +134,10 @@ class WeightEviction:
         return False
 
     def should_leave(self, stay: Stay) -> bool:
-        """Return whether a weight cannot stay until its next use. Under the lock."""
-        if stay.storage is None or stay.writing is not None or not stay.dirty:
+        """Return whether a weight was changed and cannot stay, though none were chosen. Under the lock."""
+        if self._table.memory.chooses_stays or stay.storage is None or stay.writing is not None:
             return False
-        if stay.must_stay:
-            return False
-        if stay.pins or stay.touching or stay.is_lent:
+        if stay.must_stay or not stay.dirty or stay.pins or stay.touching or stay.is_lent:
             return False
         limit, needed = self._table.account.limit_bytes, stay.home.nbytes
         if self._table.total_bytes <= limit:

@@ -95,10 +95,9 @@ class GatheredHome(Home):
         parameter, shard = self.parameter, self._shard
         assert parameter is not None
         if self.keeper is None:
-            storage = self.resting.untyped_storage()
+            values = view_like(self.resting.untyped_storage(), self.layout)
         else:
-            storage = cast(WeightBringer, self.keeper).bring(self, parameter)
-        values = view_like(storage, self.layout)
+            values = cast(WeightBringer, self.keeper).bring(self, parameter)
         if values.size() != shard.padded_sharded_param_size:
             padded = values.new_zeros(shard.padded_sharded_param_size)
             padded.narrow(shard.fsdp_placement.dim, 0, len(values)).copy_(values)

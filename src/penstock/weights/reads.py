@@ -1,7 +1,8 @@
 """Brings weights to memory: when they are needed, and before, as long as there is room.
 
 Reads begin in the order of uses (:mod:`.order`). If there is no room, something leaves that is needed
-later than what would be read (:mod:`.eviction`).
+later than what would be read (:mod:`.eviction`): once the order was seen nothing that is to stay, unless
+a weight is needed now.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from penstock.core.units import MIB
 from penstock.io.engine import Priority
 from penstock.observe.clients import waiting_for
 from penstock.observe.events import StallCause
-from penstock.weights.eviction import NOW, WeightEviction
+from penstock.weights.eviction import WeightEviction
 from penstock.weights.stays import Stay, WeightTable
 
 AHEAD_BYTES: Final = 256 * MIB
 """Most bytes of reads in flight at once, but for a longer weight."""
 AHEAD_SHARE: Final = 4
-"""Weights leave memory for others that come before this part of the limit is used."""
+"""Before it is chosen what stays, weights leave for others that come before this part of the limit is used."""
+
+UPDATE_S: Final = 0.2
+"""How long a weight that is needed waits for others to leave that an update holds, before something
+leaves that is to stay. Not for ever: that update may wait for this weight."""
 
 
 class WeightReads:
@@ -41,10 +46,16 @@ class WeightReads:
         self._eviction = eviction
         self.forced = 0
 
-    def acquire(self, stay: Stay) -> None:
-        """Bring a weight and pin it."""
+    def acquire(self, stay: Stay, *, is_foretold: bool = True) -> None:
+        """Bring a weight and pin it.
+
+        Args:
+            stay: The weight.
+            is_foretold: True for a use that each pass has, False for a touch.
+        """
         with self._table.wake:
-            self._table.order.note(stay.index)
+            if is_foretold:
+                self._table.note_use(stay)
             stay.pins += 1
         try:
             if stay.storage is None:
@@ -73,6 +84,7 @@ class WeightReads:
             if not stay.pins and parameter is not None:
                 parameter.__class__ = stay.home.kinds.resting
                 self._table.check_memory(stay)
+            self._eviction.let_leave()
             self._table.wake.notify_all()
 
     def _bring(self, stay: Stay) -> None:
@@ -132,21 +144,25 @@ class WeightReads:
 
     def _make_room(self, stay: Stay) -> bool:
         """Free memory for a weight that is needed now; return False if nothing can go. Under the lock."""
-        if self._eviction.free(
-            stay.home.nbytes, later_than=NOW
-        ) or self._eviction.take_unneeded_read(stay):
+        if self._eviction.let_leave():
             return True
-        if any(each.writing is not None or each.coming is not None for each in self._table.stays):
+        if any(each.writing is not None for each in self._table.leaving):
+            self._table.wake.wait()
+            return True
+        if self._table.others_hold() and self._table.wake.wait(UPDATE_S):
+            return True
+        if self._eviction.free(stay.home.nbytes) or self._eviction.take_unneeded_read(stay):
+            return True
+        stays = self._table.stays
+        if any(each.writing is not None or each.coming is not None for each in stays):
             self._table.wake.wait()
             return True
         return False
 
     def pump(self) -> None:
-        """Begin the reads of what is needed next, as far as there is room.
-
-        Weights leave only for the next few: if they left for all that comes, none would stay until its
-        next use where forward follows forward.
-        """
+        """Begin the reads of what is needed next, as far as there is room."""
+        with self._table.wake:
+            self._eviction.let_leave()
         while self._begin_reads():
             pass
 
@@ -154,9 +170,10 @@ class WeightReads:
         """Do so; return True if something has left memory, which is free only when the lock is."""
         with self._table.wake:
             if excess := self._table.memory.excess_bytes:
-                return self._eviction.free(excess, later_than=NOW)
+                return self._eviction.free(excess)
+            order = self._table.order
             before, ahead = 0, min(AHEAD_BYTES, self._table.account.limit_bytes // AHEAD_SHARE)
-            for distance, index in enumerate(self._table.order.upcoming()):
+            for distance, index in enumerate(order.upcoming()):
                 stay = self._table.stays[index]
                 before, near = before + stay.home.nbytes, before <= ahead
                 if stay.storage is not None or stay.coming is not None or stay.at_home:
@@ -169,5 +186,8 @@ class WeightReads:
                 ):
                     return False
                 if not self.begin(stay, Priority.PREFETCH):
-                    return near and self._eviction.free(stay.home.nbytes, later_than=distance)
+                    chosen = order.chosen_limit_bytes is not None
+                    return (chosen or near) and self._eviction.free(
+                        stay.home.nbytes, later_than=distance, spares=chosen
+                    )
         return False

@@ -10,14 +10,14 @@ from torch.nn import Parameter
 
 from penstock.core.errors import InPlaceError
 from penstock.homed import Reference
-from penstock.weights.homes import Home, view_like
+from penstock.weights.homes import Home
 
 
 class WeightBringer(Protocol):
     """Brings weights to memory."""
 
-    def bring(self, home: Home, parameter: Parameter) -> torch.UntypedStorage:
-        """Return the memory of a weight, which stays as long as anybody refers to it."""
+    def bring(self, home: Home, parameter: Parameter) -> Tensor:
+        """Return a weight whole; its memory stays as long as anybody refers to it."""
 
 
 class WeightReference(Reference):
@@ -87,10 +87,8 @@ class WeightReference(Reference):
                 f" {tuple(parameter.shape)}, is at version {parameter._version}; expected version"
                 f" {self.version} instead. Without Penstock autograd raises here too."
             )
-        storage = self.bringer.bring(self.home, parameter)
-        whole = view_like(storage, self.home.layout)
+        whole = self.bringer.bring(self.home, parameter)
         if self.cast is not None:
             whole = whole.to(self.cast)
-            storage = whole.untyped_storage()
         view = torch.empty(0, dtype=self.dtype, device=whole.device)
-        return view.set_(storage, self.offset, self.size, self.stride)
+        return view.set_(whole.untyped_storage(), self.offset, self.size, self.stride)

@@ -22,8 +22,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -47,6 +48,9 @@ from penstock.weights.homes import (
 )
 from penstock.weights.order import UseOrder
 
+LIMIT_SHARE: Final = 16
+"""Those that stay are chosen anew in a step if the limit has changed by more than one part in so many."""
+
 
 class Stay:
     """One weight's memory; see [Note: who uses a weight].
@@ -61,14 +65,16 @@ class Stay:
         version: The parameter's version when the memory was as the home.
         pins: Users that need the class and the memory to stay.
         touching: Operations on the weight in memory that are not over.
+        holder: Thread that holds it to change it; 0 if none does.
+        stays: True if it stays from its last use to the next one.
         at_home: Users of both kinds that work with the mapping: no read begins meanwhile. If the
             parameter is elsewhere, those that look up rows there; who needs the weight waits for them.
         is_addressed: True if it stays in memory, at an address that somebody knows.
     """
 
     __slots__ = (
-        *("at_home", "block", "coming", "dirty", "home", "index", "own_uses", "pins", "storage"),
-        *("address", "is_addressed", "touching", "version", "writing"),
+        *("at_home", "block", "coming", "dirty", "holder", "home", "index", "own_uses", "pins"),
+        *("address", "is_addressed", "stays", "storage", "touching", "version", "writing"),
     )
 
     def __init__(self, index: int, home: Home) -> None:
@@ -88,6 +94,8 @@ class Stay:
         self.dirty = False
         self.version = 0
         self.pins = 0
+        self.holder = 0
+        self.stays = False
         self.touching = 0
         self.at_home = 0
         self.address = 0
@@ -147,6 +155,8 @@ class WeightTable:
         account: Account of the weights in memory.
         memory: Where weights are brought to, charged to ``account``.
         order: Order of their uses.
+        leaving: Those that do not stay from their present or last use to the next, and leave when nobody
+            uses them any more; in the order of use, the values are None.
         wake: Condition on the lock, which guards all of this; notified when a transfer or a use is over.
         guard: Knows whether this process is a forked child.
         total_bytes: Bytes of all weights that have a home.
@@ -162,6 +172,7 @@ class WeightTable:
         self.account = account
         self.memory = memory
         self.order = UseOrder()
+        self.leaving: dict[Stay, None] = {}
         self.wake = condition()
         self.guard = fork_guard()
         self.total_bytes = 0
@@ -179,7 +190,40 @@ class WeightTable:
                     self.by_storage[home.resting.untyped_storage()._cdata] = stay
                 self.total_bytes += home.nbytes
                 home.keeper = keeper
-            self.order.add(len(homes))
+            if homes:
+                self.order.add(len(homes))
+
+    def begin_pass(self, kind: Hashable) -> None:
+        """Begin a pass of a kind, as :meth:`UseOrder.begin` has it. Under the lock."""
+        is_other = self.order.begin(kind)
+        chosen, limit = self.order.chosen_limit_bytes, self.account.limit_bytes
+        if chosen is None or abs(limit - chosen) * LIMIT_SHARE > chosen:
+            self.choose_stays()
+        if is_other:  # what was to stay for passes of the former kind
+            for stay in self.stays:
+                stay.stays = stay.index in self.order.kept
+
+    def choose_stays(self) -> None:
+        """Choose the weights that stay between their uses in the present kind of pass. Under the lock."""
+        if not self.memory.chooses_stays:
+            return
+        parameters = [stay.home.parameter for stay in self.stays]
+        changed = [each is not None and each.requires_grad for each in parameters]
+        sizes = [stay.home.nbytes for stay in self.stays]
+        self.order.choose(sizes, changed, self.account.limit_bytes)
+
+    def others_hold(self) -> bool:
+        """Return whether others hold weights that leave then, and this thread none. Under the lock."""
+        me = threading.get_ident()
+        held = any(each.holder for each in self.leaving)
+        return held and not any(each.holder == me for each in self.stays)
+
+    def note_use(self, stay: Stay) -> None:
+        """Note that a weight is used now. Under the lock."""
+        self.leaving.pop(stay, None)
+        stay.stays = self.order.note(stay.index) or not self.memory.chooses_stays
+        if not stay.stays:
+            self.leaving[stay] = None
 
     def check_sizes(self, sizes: list[tuple[int, str]]) -> None:
         """Raise BudgetError if two weights do not fit in memory: their lengths and names."""
@@ -241,6 +285,7 @@ class WeightTable:
     def send_home(self, stay: Stay) -> None:
         """Free the memory of a weight that is as its home. Under the lock."""
         storage, stay.storage = stay.storage, None
+        stay.stays = False
         assert storage is not None
         self.by_storage.pop(storage._cdata, None)
         stay.home.rest()

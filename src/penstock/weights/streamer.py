@@ -116,7 +116,7 @@ class WeightStreamer:
             if is_training and self.before_training is not None:
                 self._begin_training(self.before_training)
             with self._table.wake:
-                self._table.order.begin(None if is_training else id(module))
+                self._table.begin_pass(None if is_training else id(module))
         self._look_in_inference()
         pinned: list[Stay] = []
         calls.append((module, pinned))
@@ -210,7 +210,7 @@ class WeightStreamer:
                     stay.home.random()
                 stay.show_busy()
                 return
-        self._reads.acquire(stay)
+        self._reads.acquire(stay, is_foretold=False)
 
     # -- for the hooks of autograd ----------------------------------------------------------------
 
@@ -304,6 +304,7 @@ class WeightStreamer:
             self.leave(self._uses.stack[-1][0])
         with self._table.wake:
             self._table.order.end()
+            self._table.choose_stays()
             failure, self._eviction.failure = self._eviction.failure, None
         self._keep_to_limit()
         self._reads.pump()
@@ -331,6 +332,9 @@ class WeightStreamer:
             call.undo()
         self._compiled.clear()
         self._eviction.failure = None
+        self._eviction.gives_way = False
+        with self._table.wake:
+            self._table.leaving.clear()
         self._table.memory.wait()
         for stay in self._table.stays:
             with suppress(PenstockError):  # a read that nobody waits for any more

@@ -112,7 +112,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             product=work.product,
         )
         self._clock.advance(took_ns)
-        self._weights.used(args, options, len(self.operators))
+        self._weights.used(func, args, options, len(self.operators))
         self.operators.append(
             Operator(
                 name=work.name,

@@ -1,9 +1,10 @@
 """Recorder of the weights of a network: whose they are, which operators use them, and their gradients.
 
 An operator uses a weight if it is called with it, or with a view of it. Operators of one module that
-follow each other are one use: its weights stay in memory between them. A gradient is final when autograd
-has accumulated it. It is there from the first operator of backward that uses the weight, or of the run of
-operators at whose end it is final.
+follow each other are one use: its weights stay in memory between them. An embedding of which few rows are
+looked up is not used: they are read where it rests. A gradient is final when autograd has accumulated it.
+It is there from the first operator of backward that uses the weight, or of the run of operators at whose
+end it is final.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from penstock.hooks.module_weights import ParameterOwners
 from penstock.lab.dry.operator_work import tensors_in
 from penstock.plan.operators import Operator
 from penstock.plan.weights import ModuleWeights
+from penstock.weights.homes import ROWS_SHARE
 
 
 class WeightRecorder:
@@ -43,8 +45,10 @@ class WeightRecorder:
 
         return note
 
-    def used(self, args: Sequence[Any], options: Mapping[str, Any], index: int) -> None:
+    def used(self, func: Any, args: Sequence[Any], options: Mapping[str, Any], index: int) -> None:
         """Note the arguments of the operator of this index."""
+        if func is torch.ops.aten.embedding.default and _looks_up_few(*args[:2]):
+            return
         for tensor in tensors_in((*args, *options.values())):
             path = self._owners.owner_of(tensor)
             if path is not None:
@@ -55,3 +59,7 @@ class WeightRecorder:
     def found(self, operators: Sequence[Operator]) -> tuple[ModuleWeights, ...]:
         """Return the weights of each module, after the step."""
         return self._owners.weights(operators, self._used, self._final)
+
+
+def _looks_up_few(weight: torch.Tensor, indices: torch.Tensor) -> bool:
+    return indices.numel() * ROWS_SHARE < weight.size(0)

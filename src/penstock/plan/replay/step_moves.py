@@ -13,24 +13,12 @@ from penstock.plan.profile import Event, PassProfile, Profile, SlotProfile
 from penstock.plan.replay.moves import FLASH, NETWORK, Moves
 from penstock.plan.residency import OFFLOADED
 from penstock.plan.slots import SlotKey
-from penstock.plan.weights import ModuleWeights, WeightUse
+from penstock.plan.weights import ModuleWeights, WeightsChoice, WeightUse
 
 PIECE_BYTES: Final = 32 * MIB
 """Least bytes that a piece of an update reads and writes, if there are several."""
 MOST_PIECES: Final = 8
 """Pieces of an update: what the arithmetic of one overlaps with the transfers of others."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsChoice:
-    """Weights and records that stay in memory, and the memory for those that come and go."""
-
-    kept: frozenset[str] = frozenset()
-    """Modules whose weights stay."""
-    cached: frozenset[str] = frozenset()
-    """Modules whose optimizer records stay."""
-    window_bytes: int = 0
-    """Most bytes of weights that are read, their gradients, and updates on their way to flash."""
 
 
 @dataclass(slots=True)
@@ -172,9 +160,9 @@ class _SlotMaker:
 
     def add(self, one: ModuleWeights, choice: WeightsChoice) -> None:
         streamed = one.module not in choice.kept
-        handed = None
-        for use in one.uses if streamed or one.gathered else ():
-            load = self._load(one, use, kept=not streamed)
+        handed, reads = None, choice.loads_of(one)
+        for use in one.uses if one.gathered else reads:
+            load = self._load(one, use, kept=use not in reads)
             if load.handed_over:
                 handed = load.slot
         if one.updated:

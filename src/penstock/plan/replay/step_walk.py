@@ -31,10 +31,10 @@ from penstock.plan.replay.lanes import ReplayLane
 from penstock.plan.replay.moves import FLASH, NETWORK, Channels, Moves, channels_of, moves_of
 from penstock.plan.replay.occupancy import HeldBytes
 from penstock.plan.replay.recompute import recomputed_segments, with_drops
-from penstock.plan.replay.step_moves import StepSlots, WeightsChoice, WeightUpdate, step_slots
+from penstock.plan.replay.step_moves import StepSlots, WeightUpdate, step_slots
 from penstock.plan.replay.walk import ABSENT, FREED, PREFETCHED, UNNEEDED, Walk
 from penstock.plan.residency import Segment
-from penstock.plan.weights import ModuleWeights, StepBytes
+from penstock.plan.weights import ModuleWeights, StepBytes, WeightsChoice
 
 _RELEASE: Final = JOIN + 1
 """Event: a use of weights ends."""
