@@ -227,6 +227,20 @@ class Traffic:
         self.read = self.written = 0
 
 
+def settle(streamer):
+    """Wait until nothing moves, and nothing else can be read ahead."""
+    table = streamer._table
+    while True:
+        streamer._reads.pump()
+        with table.wake:
+            moving = [each.writing or each.coming for each in table.stays]
+        moving = [each for each in moving if each is not None and not each.done]
+        if not moving:
+            return
+        for each in moving:
+            each.wait()
+
+
 def homes_of(session):
     """Homes of the weights of a session, by name."""
     return {stay.home.name: stay.home for stay in session._weights._table.stays}

@@ -12,7 +12,7 @@ from penstock.optim import FlashAdamW
 from penstock.plan import Machine, policies
 from penstock.plan.training_step import StepPlanner, forward_part
 from penstock.plan.weights import forward_only, step_bytes
-from weights_rig import Traffic, built, scripted
+from weights_rig import Traffic, built, scripted, settle
 
 WIDTH = 1024
 DEPTH = 12
@@ -76,20 +76,6 @@ def steps_of(kind, model, ids, directory):
         optimizer.zero_grad()
 
     return step
-
-
-def settle(streamer):
-    """Wait until nothing moves, and nothing else can be read ahead."""
-    table = streamer._table
-    while True:
-        streamer._reads.pump()
-        with table.wake:
-            moving = [each.writing or each.coming for each in table.stays]
-        moving = [each for each in moving if each is not None and not each.done]
-        if not moving:
-            return
-        for each in moving:
-            each.wait()
 
 
 @pytest.mark.parametrize("limit", LIMITS)

@@ -88,9 +88,6 @@ class WeightKeeper:
         with self._table.wake:
             stay.holder = 0
         self._reads.release(stay)
-        with self._table.wake:
-            if self._eviction.should_leave(stay):
-                self._eviction.write(stay)
 
     # -- for resting weights ----------------------------------------------------------------------
 

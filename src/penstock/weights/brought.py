@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from penstock.weights.homes import Home
 
 class BroughtMemory(ABC):
     """Memory of one account that weights are brought to. Under the streamer's lock, but for some."""
-
-    chooses_stays: ClassVar[bool] = True
-    """True if what stays is chosen from the order of uses; else weights stay until there is no room."""
 
     @abstractmethod
     def begin(self, home: Home, priority: Priority, *, force: bool) -> tuple[Any, Transfer] | None:

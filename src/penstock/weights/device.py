@@ -112,8 +112,6 @@ class DeviceHome(Home):
 class DeviceMemory(BroughtMemory):
     """Memory of one device, through the mover of the session."""
 
-    chooses_stays: ClassVar[bool] = False
-
     def __init__(self, mover: CudaMover, account: Account, device: torch.device) -> None:
         """Take nothing yet.
 

@@ -133,24 +133,6 @@ class WeightEviction:
                 leaving += stay.home.nbytes
         return False
 
-    def should_leave(self, stay: Stay) -> bool:
-        """Return whether a weight was changed and cannot stay, though none were chosen. Under the lock."""
-        if self._table.memory.chooses_stays or stay.storage is None or stay.writing is not None:
-            return False
-        if stay.must_stay or not stay.dirty or stay.pins or stay.touching or stay.is_lent:
-            return False
-        limit, needed = self._table.account.limit_bytes, stay.home.nbytes
-        if self._table.total_bytes <= limit:
-            return False
-        seen = {stay.index}
-        for index in self._table.order.upcoming():
-            if index == stay.index:
-                break
-            if index not in seen:
-                seen.add(index)
-                needed += self._table.stays[index].home.nbytes
-        return needed > limit
-
     def write(self, stay: Stay) -> None:
         """Begin to write a weight home. Under the lock."""
         storage, parameter = stay.storage, stay.home.parameter

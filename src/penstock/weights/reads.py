@@ -21,7 +21,8 @@ from penstock.weights.stays import Stay, WeightTable
 AHEAD_BYTES: Final = 256 * MIB
 """Most bytes of reads in flight at once, but for a longer weight."""
 AHEAD_SHARE: Final = 4
-"""Before it is chosen what stays, weights leave for others that come before this part of the limit is used."""
+"""Part of the limit: before it is chosen what stays, weights leave for others that come before so much is
+used."""
 
 UPDATE_S: Final = 0.2
 """How long a weight that is needed waits for others to leave that an update holds, before something

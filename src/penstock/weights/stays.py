@@ -205,8 +205,6 @@ class WeightTable:
 
     def choose_stays(self) -> None:
         """Choose the weights that stay between their uses in the present kind of pass. Under the lock."""
-        if not self.memory.chooses_stays:
-            return
         parameters = [stay.home.parameter for stay in self.stays]
         changed = [each is not None and each.requires_grad for each in parameters]
         sizes = [stay.home.nbytes for stay in self.stays]
@@ -221,7 +219,7 @@ class WeightTable:
     def note_use(self, stay: Stay) -> None:
         """Note that a weight is used now. Under the lock."""
         self.leaving.pop(stay, None)
-        stay.stays = self.order.note(stay.index) or not self.memory.chooses_stays
+        stay.stays = self.order.note(stay.index)
         if not stay.stays:
             self.leaving[stay] = None
 
