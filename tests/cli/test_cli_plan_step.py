@@ -185,14 +185,16 @@ def test_what_weights_and_saved_tensors_have_may_be_given(own, capsys):
     def bytes_with(weights):
         step = told(capsys, *words, "--weights-memory", weights, "--saved-memory", "64MiB")["step"]
         assert step["memory"]["saved"] == 64 << 20
+        needed[weights] = step["least_bytes"]
         return step["moved"]["weights_read"], step["moved"]["weights_written"]
 
-    assert bytes_with("4MiB") == (
-        4 * each,
-        4 * each,
-    )  # two stay at the turn, and two for the next step
+    needed = {}
+    # two stay where forward turns to backward, and two for the next step
+    assert bytes_with("4MiB") == (4 * each, 4 * each)
     assert bytes_with("7MiB") == (2 * each, 2 * each)
     assert bytes_with("8MiB") == (0, 0)
+    assert bytes_with("1GiB") == (0, 0)
+    assert needed["1GiB"] == needed["8MiB"]  # what is not used is not needed
     message = refused(capsys, 1, *words, "--weights-memory", "3MiB")
     assert f"the two longest need {2 * each} bytes" in message
     message = refused(capsys, 1, *words, "--saved-memory", "1")

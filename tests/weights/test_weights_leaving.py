@@ -4,7 +4,18 @@ import torch
 from torch import nn
 
 from penstock.io.engine import Priority
-from weights_rig import WEIGHT_BYTES, WIDTH, Chain, built, on_flash, scripted
+from weights_rig import (
+    WEIGHT_BYTES,
+    WIDTH,
+    Chain,
+    Traffic,
+    built,
+    flash_adamw,
+    on_flash,
+    scripted,
+    settle,
+    train_step,
+)
 
 
 class Two(nn.Module):
@@ -66,3 +77,23 @@ def test_what_backward_saves_once_more_is_known_as_a_weight(disk_path):
                 slope.square().sum().backward()
             assert known.count(True) >= 2 * depth
             assert all(known)
+
+
+def test_models_that_are_trained_in_turn_keep_what_fits(disk_path):
+    """A step of one foretells nothing of a step of the other."""
+    rounds = 4
+    with scripted():
+        models = [built(lambda: Chain(8), seed) for seed in range(2)]
+        with on_flash(nn.ModuleList(models), disk_path, limit=14 * WEIGHT_BYTES) as session:
+            optimizers = [flash_adamw(model, disk_path, overlap=True) for model in models]
+            traffic = Traffic(session._weights)
+            for step in range(2 + rounds):
+                if step == 2:
+                    settle(session._weights)
+                    traffic.reset()
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    train_step(model, optimizer, torch.ones(4, WIDTH))
+            settle(session._weights)
+    # each weight would be read twice in a round, were it to leave after each of its uses
+    assert traffic.read <= rounds * 16 * WEIGHT_BYTES
+    assert traffic.written <= rounds * 12 * WEIGHT_BYTES

@@ -23,26 +23,61 @@ def test_the_next_use_is_that_of_the_last_step(uses, done):
         assert order.next_use(index) == expected
 
 
-def test_updates_that_come_earlier_or_later_change_nothing_of_what_stays():
+def noted(order, uses):
+    """Note the uses of one step; what leaves after them, by weight."""
+    leaves = {}
+    for index in uses:
+        leaves.setdefault(index, []).append(order.note(index))
+    order.end()
+    order.choose([4] * 4, [True] * 4, 8)
+    return leaves
+
+
+def test_updates_that_come_earlier_or_later_change_nothing_of_what_leaves():
     """Backward uses 2, 1 and 0, and an update uses each again, in a thread of its own."""
     seen, other = [0, 1, 2, 2, 2, 1, 1, 0, 0], [0, 1, 2, 2, 1, 0, 2, 1, 0]
-
-    def kept(uses):
-        found = {}
-        for index in uses:
-            found.setdefault(index, []).append(order.note(index))
-        order.end()
-        order.choose([4, 4, 4], [True] * 3, 8)
-        return found
-
     order = UseOrder()
     order.add(3)
-    assert not order.is_seen
-    assert all(stays for each in kept(seen).values() for stays in each)  # nothing is known yet
-    assert order.is_seen
-    before = kept(seen)
-    assert not all(stays for each in before.values() for stays in each)
-    assert kept(other) == before
+    for _ in range(2):
+        assert not order.is_steady
+        assert not any(leaves for each in noted(order, seen).values() for leaves in each)
+    assert order.is_steady
+    before = noted(order, seen)
+    assert any(leaves for each in before.values() for leaves in each)
+    assert noted(order, other) == before
+    assert noted(order, seen) == before
+
+
+def test_nothing_leaves_where_passes_differ():
+    """As of two models that are trained in turn, and as of experts."""
+    order = UseOrder()
+    order.add(4)
+    for uses in [[0, 1, 1, 0], [2, 3, 3, 2]] * 3:
+        assert not any(leaves for each in noted(order, uses).values() for leaves in each)
+        assert not order.is_steady
+
+
+def test_a_weight_that_was_not_foretold_does_not_leave_at_once():
+    order = UseOrder()
+    order.add(4)
+    for _ in range(3):
+        leaves = noted(order, [0, 1, 2, 2, 1, 0])
+    assert any(each[0] for each in leaves.values())
+    assert not order.note(3)
+    assert not order.stays(3)  # but it may, for others
+    assert order.next_use(3) == NEVER
+
+
+def test_what_stays_is_known_of_weights_that_are_used_no_more():
+    order = UseOrder()
+    order.add(4)
+    for _ in range(2):
+        noted(order, [0, 3, 3, 0])
+    assert order.stays(0)
+    assert order.stays(3)
+    for _ in range(2):
+        noted(order, [1, 2, 2, 1])
+    assert [order.stays(index) for index in range(4)] == [False, True, True, False]
 
 
 def test_a_pass_that_is_begun_again_starts_over():

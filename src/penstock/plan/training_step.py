@@ -445,7 +445,7 @@ class StepPlanner:
                     limit_bytes=self._weights_limit,
                     least_bytes=least,
                 )
-            return [self._weights_limit]
+            return [min(self._weights_limit, total)]
         shares = (round_up(total * part // _SHARES, PAGE_BYTES) for part in range(1, _SHARES))
         few = (count * largest for count in _FEW_LARGEST)
         between = {each for each in (*shares, *few) if _FEW_LARGEST[0] * largest <= each < total}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -50,7 +48,7 @@ class WeightKeeper:
                 return view_like(Tensor.untyped_storage(local_of(parameter)), home.layout)
         self._table.check_process(home)
         stay = self._table.by_home[home]
-        self._reads.acquire(stay)
+        self._reads.acquire(stay, trains=True)
         storage = stay.storage
         if storage is None and home.is_mapped:
             storage = home.resting.untyped_storage()
@@ -73,9 +71,7 @@ class WeightKeeper:
         """Bring a weight to be changed; see :class:`penstock.homed.HomedWeight`."""
         self._table.check_process(home)
         stay = self._table.by_home[home]
-        self._reads.acquire(stay)
-        with self._table.wake:
-            stay.holder = threading.get_ident()
+        self._reads.acquire(stay, trains=True)
         self._eviction.wait_for_write(stay)
         if stay.storage is not None:
             self._table.memory.settle(stay.storage)
@@ -85,8 +81,6 @@ class WeightKeeper:
         stay = self._table.by_home[home]
         if changed:
             self.lent(home)
-        with self._table.wake:
-            stay.holder = 0
         self._reads.release(stay)
 
     # -- for resting weights ----------------------------------------------------------------------
@@ -96,7 +90,7 @@ class WeightKeeper:
         self._table.check_process(home)
         stay = self._table.by_home[home]
         if not home.is_mapped:
-            self._reads.acquire(stay)
+            self._reads.acquire(stay, is_touch=True)
             with self._table.wake:
                 self._table.wake.wait_for(lambda: stay.writing is None)
                 stay.begin_use()

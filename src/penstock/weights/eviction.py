@@ -1,7 +1,8 @@
 """Weights leave memory. What was changed is written home first.
 
 A weight that does not stay until its next use (:mod:`.order`) leaves when it has been used. If there is
-no room for another one even so, what is needed last leaves.
+no room for another one even so, what is needed last leaves; for one that is read ahead, only if it is not
+to stay.
 """
 
 from __future__ import annotations

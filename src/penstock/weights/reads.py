@@ -1,8 +1,8 @@
 """Brings weights to memory: when they are needed, and before, as long as there is room.
 
 Reads begin in the order of uses (:mod:`.order`). If there is no room, something leaves that is needed
-later than what would be read (:mod:`.eviction`): once the order was seen nothing that is to stay, unless
-a weight is needed now.
+later than what would be read (:mod:`.eviction`): once it is chosen what stays, nothing of that, unless a
+weight is needed now.
 """
 
 from __future__ import annotations
@@ -24,10 +24,6 @@ AHEAD_SHARE: Final = 4
 """Part of the limit: before it is chosen what stays, weights leave for others that come before so much is
 used."""
 
-UPDATE_S: Final = 0.2
-"""How long a weight that is needed waits for others to leave that an update holds, before something
-leaves that is to stay. Not for ever: that update may wait for this weight."""
-
 
 class WeightReads:
     """Brings weights to memory, and lets them be used there. Thread-safe.
@@ -47,15 +43,19 @@ class WeightReads:
         self._eviction = eviction
         self.forced = 0
 
-    def acquire(self, stay: Stay, *, is_foretold: bool = True) -> None:
+    def acquire(self, stay: Stay, *, is_touch: bool = False, trains: bool = False) -> None:
         """Bring a weight and pin it.
 
         Args:
             stay: The weight.
-            is_foretold: True for a use that each pass has, False for a touch.
+            is_touch: True for a use that does not belong to the order of uses.
+            trains: True if backward or an update uses it: the pass is one of training, even after one
+                without gradients.
         """
         with self._table.wake:
-            if is_foretold:
+            if trains and not self._table.order.is_training:
+                self._table.begin_pass(None)
+            if not is_touch:
                 self._table.note_use(stay)
             stay.pins += 1
         try:
@@ -149,8 +149,6 @@ class WeightReads:
             return True
         if any(each.writing is not None for each in self._table.leaving):
             self._table.wake.wait()
-            return True
-        if self._table.others_hold() and self._table.wake.wait(UPDATE_S):
             return True
         if self._eviction.free(stay.home.nbytes) or self._eviction.take_unneeded_read(stay):
             return True

@@ -22,7 +22,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable, Sequence
 from typing import Any, Final, cast
 
@@ -49,7 +48,7 @@ from penstock.weights.homes import (
 from penstock.weights.order import UseOrder
 
 LIMIT_SHARE: Final = 16
-"""Those that stay are chosen anew in a step if the limit has changed by more than one part in so many."""
+"""Those that stay are chosen anew if the limit has grown by more than one part in so many, or fallen."""
 
 
 class Stay:
@@ -65,15 +64,14 @@ class Stay:
         version: The parameter's version when the memory was as the home.
         pins: Users that need the class and the memory to stay.
         touching: Operations on the weight in memory that are not over.
-        holder: Thread that holds it to change it; 0 if none does.
-        stays: True if it stays from its last use to the next one.
+        stays: True if it is to stay from its last use to the next one.
         at_home: Users of both kinds that work with the mapping: no read begins meanwhile. If the
             parameter is elsewhere, those that look up rows there; who needs the weight waits for them.
         is_addressed: True if it stays in memory, at an address that somebody knows.
     """
 
     __slots__ = (
-        *("at_home", "block", "coming", "dirty", "holder", "home", "index", "own_uses", "pins"),
+        *("at_home", "block", "coming", "dirty", "home", "index", "own_uses", "pins"),
         *("address", "is_addressed", "stays", "storage", "touching", "version", "writing"),
     )
 
@@ -94,7 +92,6 @@ class Stay:
         self.dirty = False
         self.version = 0
         self.pins = 0
-        self.holder = 0
         self.stays = False
         self.touching = 0
         self.at_home = 0
@@ -196,31 +193,34 @@ class WeightTable:
     def begin_pass(self, kind: Hashable) -> None:
         """Begin a pass of a kind, as :meth:`UseOrder.begin` has it. Under the lock."""
         is_other = self.order.begin(kind)
-        chosen, limit = self.order.chosen_limit_bytes, self.account.limit_bytes
-        if chosen is None or abs(limit - chosen) * LIMIT_SHARE > chosen:
+        if is_other or self._limit_bytes != self.order.chosen_limit_bytes:
             self.choose_stays()
-        if is_other:  # what was to stay for passes of the former kind
-            for stay in self.stays:
-                stay.stays = stay.index in self.order.kept
+
+    @property
+    def _limit_bytes(self) -> int:
+        """The limit for which it is chosen what stays: not anew if it has grown by a little."""
+        limit, chosen = self.account.limit_bytes, self.order.chosen_limit_bytes
+        if chosen is None or limit < chosen or (limit - chosen) * LIMIT_SHARE > chosen:
+            return limit
+        return chosen
 
     def choose_stays(self) -> None:
         """Choose the weights that stay between their uses in the present kind of pass. Under the lock."""
+        if not self.order.is_steady:
+            return
         parameters = [stay.home.parameter for stay in self.stays]
         changed = [each is not None and each.requires_grad for each in parameters]
         sizes = [stay.home.nbytes for stay in self.stays]
-        self.order.choose(sizes, changed, self.account.limit_bytes)
-
-    def others_hold(self) -> bool:
-        """Return whether others hold weights that leave then, and this thread none. Under the lock."""
-        me = threading.get_ident()
-        held = any(each.holder for each in self.leaving)
-        return held and not any(each.holder == me for each in self.stays)
+        self.order.choose(sizes, changed, self._limit_bytes)
+        for stay in self.stays:
+            stay.stays = self.order.stays(stay.index)
 
     def note_use(self, stay: Stay) -> None:
         """Note that a weight is used now. Under the lock."""
         self.leaving.pop(stay, None)
-        stay.stays = self.order.note(stay.index)
-        if not stay.stays:
+        leaves = self.order.note(stay.index)
+        stay.stays = self.order.stays(stay.index)
+        if leaves:
             self.leaving[stay] = None
 
     def check_sizes(self, sizes: list[tuple[int, str]]) -> None:

@@ -210,7 +210,7 @@ class WeightStreamer:
                     stay.home.random()
                 stay.show_busy()
                 return
-        self._reads.acquire(stay, is_foretold=False)
+        self._reads.acquire(stay, is_touch=True)
 
     # -- for the hooks of autograd ----------------------------------------------------------------
 
