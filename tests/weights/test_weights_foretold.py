@@ -12,7 +12,7 @@ from penstock.optim import FlashAdamW
 from penstock.plan import Machine, policies
 from penstock.plan.training_step import StepPlanner, forward_part
 from penstock.plan.weights import forward_only, step_bytes
-from weights_rig import Traffic, built, scripted, settle
+from weights_rig import Traffic, built, settle
 
 WIDTH = 1024
 DEPTH = 12
@@ -78,9 +78,15 @@ def steps_of(kind, model, ids, directory):
     return step
 
 
-@pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("kind", ["train", "recompute", "frozen", "infer"])
-def test_bytes_of_weights_are_those_foretold(kind, limit, disk_path):
+KINDS = ["train", "recompute", "frozen", "infer"]
+CASES = [
+    *(("cpu", kind, limit) for kind in KINDS for limit in LIMITS),
+    *(pytest.param("cuda", kind, LIMITS[1], marks=pytest.mark.gpu) for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize(("device", "kind", "limit"), CASES)
+def test_bytes_of_weights_are_those_foretold(device, kind, limit, disk_path):
     model = built(lambda: Net(recomputes=kind == "recompute"))
     if kind == "frozen":
         model.requires_grad_(False)
@@ -88,19 +94,20 @@ def test_bytes_of_weights_are_those_foretold(kind, limit, disk_path):
         model.pairs[0].append(nn.Linear(8, WIDTH))
     ids = torch.arange(64).view(1, 64)
     expected = foretold(model, ids, limit * MIB, infers=kind == "infer")
+    model, ids = model.to(device), ids.to(device)
     with (
-        scripted(),
         penstock.offload(
             model,
             weights="flash",
             weights_memory=limit * MIB,
             flash=disk_path,
             device_memory="1GiB",
+            host_memory="128MiB",
         ) as session,
         torch.set_grad_enabled(kind != "infer"),
     ):
         step = steps_of(kind, model, ids, disk_path)
-        for _ in range(3):  # the first shows the order
+        for _ in range(4):  # two show the order
             step()
         settle(session._weights)
         traffic = Traffic(session._weights)

@@ -125,13 +125,8 @@ class WeightStreamer:
             self._take_new(module, own)
         for stay in self._uses.weights_of(module):
             self._table.check_process(stay.home)
-            if isinstance(module, Embedding) and self._reads_rows(module, stay, args):
-                if not stay.home.is_mapped:
-                    continue  # looked up while the module runs; see ``resting``
-                self._pin_at_home(stay)
-            else:
-                self._reads.acquire(stay)
-            pinned.append(stay)
+            if self._pin(stay, has_few_rows=_needs_few_rows(module, stay, args)):
+                pinned.append(stay)
         if is_compiled(module):
             for stay in pinned:
                 parameter = stay.home.parameter
@@ -192,12 +187,20 @@ class WeightStreamer:
             (each for each, of in trained if of is not None and of.requires_grad), default=0
         )
 
-    def _reads_rows(self, module: Embedding, stay: Stay, args: tuple[Any, ...]) -> bool:
-        """Return whether an embedding's forward needs so few rows that they are read at home."""
-        if not args or not isinstance(args[0], Tensor) or module.max_norm is not None:
-            return False
-        can_be = stay.home.is_mapped or stay.is_away
-        return can_be and stay.home.has_few_rows(args[0].numel())
+    def _pin(self, stay: Stay, *, has_few_rows: bool) -> bool:
+        """Let a module use a weight; return False if it looks its rows up while it runs.
+
+        Few rows are no use of the order: nothing is to be read ahead for them.
+        """
+        if not has_few_rows:
+            self._reads.acquire(stay)
+        elif stay.home.is_mapped:
+            self._pin_at_home(stay)
+        elif stay.is_away:
+            return False  # see ``resting``
+        else:
+            self._reads.acquire(stay, is_touch=True)
+        return True
 
     def _pin_at_home(self, stay: Stay) -> None:
         """Pin a weight where it is, if it is not being read."""
@@ -425,3 +428,10 @@ def _is_of_cast(tensor: Tensor, leaf: Tensor) -> bool:
         return False
     is_alike = cast.size() == leaf.size() and cast.stride() == leaf.stride()
     return bool(is_alike and cast.untyped_storage().nbytes() == leaf.numel() * cast.element_size())
+
+
+def _needs_few_rows(module: Module, stay: Stay, args: tuple[Any, ...]) -> bool:
+    """Return whether a module is an embedding whose forward needs few rows, which can be read at home."""
+    if not isinstance(module, Embedding) or module.max_norm is not None:
+        return False
+    return bool(args) and isinstance(args[0], Tensor) and stay.home.has_few_rows(args[0].numel())
