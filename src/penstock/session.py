@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from penstock.runtime.rank_store import RankStore
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
+    from penstock.weights.build import ScriptModels
     from penstock.weights.relocation import Relocation
     from penstock.weights.streamer import WeightStreamer
 
@@ -130,6 +131,7 @@ class Session:
         self._accounts: SessionAccounts | None = None
         self._weights: WeightStreamer | None = None
         self._relocation: Relocation | None = None
+        self._script_models: ScriptModels | None = None
         self._loaders = Loaders()
         self._interrupts = LostInterrupts()
         self._rss: RssSampler | None = None
@@ -384,6 +386,21 @@ class Session:
                 self.config, account, self._device, stores.mover
             )
 
+    def build_on_flash(self) -> None:
+        """Let the models that this thread constructs rest on flash, until one of them runs.
+
+        For scripts that know nothing of :func:`penstock.built_on_flash`; weights are on flash, and the
+        session is open. On a device nothing happens: there the script moves its model itself.
+
+        Raises:
+            ConfigError: A directory of the session is not usable.
+        """
+        from penstock.weights.build import ScriptModels  # noqa: PLC0415
+
+        if self._weights is not None and self._device.type == "cpu":
+            self._script_models = ScriptModels(self.config.directories, self.config.floor_bytes)
+            self._weights.before_model = self._script_models.before_run
+
     @property
     def streams_device_weights(self) -> bool:
         """True if weights on a device rest on flash."""
@@ -527,6 +544,8 @@ class Session:
                 stack.callback(self._relocation.give_back)
             if self._weights is not None:  # its transfers pass through these
                 stack.callback(self._weights.close)
+            if self._script_models is not None:
+                stack.callback(self._script_models.end, finish=False)
             if self.space is not None:
                 stack.callback(self.space.close)
             close_account(self.recorder)

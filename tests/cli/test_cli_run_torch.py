@@ -1,6 +1,7 @@
 """``penstock run`` with scripts that train. Loading torch takes long: few processes, many checks."""
 
 import json
+import re
 import signal
 import textwrap
 
@@ -105,6 +106,58 @@ def test_weights_on_flash_take_gradients_along_and_a_clipped_script_prints_the_s
     plain, under = [end(process) for process in processes]
     assert (under.code, under.out) == (0, plain.out)
     assert "penstock: AdamW: optimizer states: 4.00 MiB of gradients written in a step" in under.err
+    assert list((work / "spill").iterdir()) == []
+
+
+LARGE = """
+    import atexit
+    import sys
+
+    def tell_memory():
+        lines = dict(line.split(":") for line in open("/proc/self/status"))
+        print("RssAnon", int(lines["RssAnon"].split()[0]) // 1024, file=sys.stderr)
+
+    atexit.register(tell_memory)  # what is registered first is called last
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    nn.Linear(8, 8)(torch.randn(1, 8))  # a small model runs before the large one is there
+    tell_memory()
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(32)))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    model = nn.Sequential(model, nn.Linear(2048, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tell_memory()
+    for _ in range(2):
+        loss = model(torch.randn(4, 2048)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    tell_memory()
+    """
+
+
+def test_a_script_builds_a_model_that_does_not_fit_in_memory(work):
+    (work / "large.py").write_text(textwrap.dedent(LARGE))
+    weights = ("--weights", "flash", "--weights-memory", "64MiB", "--flash", "spill")
+    processes = [
+        start_plain(work, "large.py"),
+        start_under(work, "large.py", options=[*weights, "--optimizer-state", "flash"]),
+    ]
+    plain, under = [end(process) for process in processes]
+    assert (under.code, under.out) == (0, plain.out)
+    more = []
+    for text in (plain.err, under.err):
+        before, *later = map(int, re.findall("RssAnon ([0-9]+)", text))
+        more.append([mib - before for mib in later])
+    (plain_mib, *_), (built_mib, trained_mib, closed_mib) = more
+    assert plain_mib > 500  # MiB, as its weights
+    assert built_mib < 400
+    assert trained_mib < 300
+    assert closed_mib < 300
     assert list((work / "spill").iterdir()) == []
 
 

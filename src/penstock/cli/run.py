@@ -350,6 +350,7 @@ class _RunLifecycle:
                 module = importlib.import_module("penstock.swap.resume_record")
                 self._resume_record = module.opened(**self.resume_arguments, tell=say)
             session.__enter__()
+            session.build_on_flash()
             if self._states is not None:
                 adopt = importlib.import_module("penstock.optim.adopt")
                 adopt.Adoption(self._states, tell=say)

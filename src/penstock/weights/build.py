@@ -24,7 +24,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockWarning
@@ -76,6 +77,7 @@ class _Active(threading.local):
     """Builder of this thread."""
 
     builder: ModelBuilder | None = None
+    script: ScriptModels | None = None
 
 
 _active: Final = _Active()
@@ -287,7 +289,6 @@ class ModelBuilder:
         self._writer.finish()
         self._files.trim()
         trim_heap()
-        self._warn()
 
     def _add_unregistered(self) -> None:
         """Handle parameters that torch has exchanged without a call of its hook, as by ``to_empty``."""
@@ -296,7 +297,8 @@ class ModelBuilder:
                 if parameter is not None:
                     self.registered(module, name, parameter)
 
-    def _warn(self) -> None:
+    def warn(self) -> None:
+        """Warn of weights that stay in memory."""
         left = [(young.parameter, young.name) for young in self._young.values()] + self._part
         alive = {name: each.nbytes for ref, name in left if (each := ref()) is not None}
         if alive:
@@ -305,7 +307,7 @@ class ModelBuilder:
                 f"{format_bytes(sum(alive.values()))} of weights stay in memory, because other tensors"
                 f" share it: {names}",
                 PenstockWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def close(self) -> None:
@@ -347,12 +349,69 @@ def built_on_flash(
         NoSpaceError: The directory has no room for the next parameter; raised where that is constructed.
         TransferError: A parameter could not be written; the model is not usable.
     """
+    if _active.script is not None:
+        _active.script.end()  # this script builds its models itself
     if _active.builder is not None:
         raise ConfigError(
             "built_on_flash is used inside another one: one block builds a whole model"
         )
     floor_bytes = knobs.floor_bytes() if floor is None else parse_bytes(floor, what="floor")
     builder = ModelBuilder(directory, max(1, floor_bytes))
+    with _building(builder):
+        yield
+        builder.finish()
+        builder.warn()
+
+
+class ScriptModels:
+    """Lets the models that a script constructs rest on flash, until one of them is to run.
+
+    As :func:`built_on_flash`, for a script that knows nothing of it. For the script's thread.
+    """
+
+    def __init__(self, directories: Sequence[StrPath], floor_bytes: int) -> None:
+        """Begin.
+
+        Args:
+            directories: Directories on flash.
+            floor_bytes: Least size of a parameter that rests in a file.
+
+        Raises:
+            ConfigError: A directory is missing, not writable or in memory.
+        """
+        self._builder = ModelBuilder(directories, max(1, floor_bytes))
+        self._floor_bytes = floor_bytes
+        self._stack = ExitStack()
+        self._stack.enter_context(_building(self._builder))
+        _active.script = self
+
+    def before_run(self, model: Module) -> None:
+        """End, if a model that is to run has a parameter that is not small. Raises as ``end`` does."""
+        known = (each for each in model.parameters() if not is_lazy(each))
+        if any(each.nbytes >= self._floor_bytes for each in known):
+            self.end()
+
+    def end(self, *, finish: bool = True) -> None:
+        """End; models that are constructed later are in memory.
+
+        Args:
+            finish: Send home what has been constructed; False: leave the latest in memory.
+
+        Raises:
+            NoSpaceError: There is no room for the last parameters.
+            TransferError: One could not be written.
+        """
+        if _active.script is not self:
+            return
+        _active.script = None
+        with self._stack:
+            if finish:
+                self._builder.finish()
+
+
+@contextmanager
+def _building(builder: ModelBuilder) -> Iterator[None]:
+    """Tell a builder of the parameters that this thread registers in the block, and close it."""
 
     def registered(module: Module, name: str, parameter: Parameter | None) -> None:
         if parameter is not None and _active.builder is builder:
@@ -363,7 +422,6 @@ def built_on_flash(
     try:
         with _copies_noticed():
             yield
-        builder.finish()
     finally:
         _active.builder = None
         hook.remove()

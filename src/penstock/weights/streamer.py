@@ -47,6 +47,7 @@ class WeightStreamer:
 
     Attributes:
         account: Account of the weights in memory, whose limit the streamer keeps. It yields.
+        before_model: Called with each model before the streamer takes charge of it.
         before_training: Called before the first call of a module with autograd enabled, with the most
             bytes that autograd may hold of the weights' gradients at any one time; then None.
         in_inference: Called before that, with False when a module is entered in a call without autograd,
@@ -77,6 +78,7 @@ class WeightStreamer:
         self._own: WeakKeyDictionary[Module, tuple[int, ...]] = WeakKeyDictionary()  # by identity
         self._compiled: list[CompiledCall] = []
         self._is_replicated = False
+        self.before_model: Callable[[Module], None] | None = None
         self.before_training: Callable[[int], None] | None = None
         self.in_inference: Callable[[bool], None] | None = None
         account.yield_by(self._eviction.give_way)
@@ -89,6 +91,8 @@ class WeightStreamer:
             NoSpaceError: The directories have no room for them; nothing was moved.
             BudgetError: The largest weight and another one do not fit.
         """
+        if self.before_model is not None:
+            self.before_model(model)
         homes = self._rest(model, self._table.check_sizes)
         homes = [home for home in homes if home not in self._table.by_home]
         for home in homes:
