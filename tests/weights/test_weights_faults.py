@@ -2,20 +2,29 @@
 
 import ctypes
 import errno
+import os
 
 import pytest
 import torch
 
-from penstock.core.errors import BudgetError, ChecksumError, NoSpaceError, TransferError
+from penstock.core.errors import (
+    BudgetError,
+    ChecksumError,
+    NoSpaceError,
+    ShortTransferError,
+    TransferError,
+)
 from weights_rig import (
     WEIGHT_BYTES,
     Chain,
     assert_same,
     bits,
     built,
+    homes_of,
     inputs,
     on_flash,
     scripted,
+    send_home,
     sgd,
     state_of,
     trained,
@@ -42,13 +51,55 @@ def failing(op, times):
     return fault
 
 
+def place_of(session, message):
+    """Name of the weight that a message names, and the offset of its home."""
+    [name] = [each for each in homes_of(session) if f"weight {each} " in message]
+    return name, homes_of(session)[name].place.offset_bytes
+
+
+def nameless(directory):
+    return f"from a file without a name in {str(directory)!r}"
+
+
+def test_a_read_that_fails_names_the_weight_the_file_the_offset_and_what_to_do(disk_path):
+    with scripted() as engine:
+        model = built(Chain)
+        with on_flash(model, disk_path, limit=LIMIT) as session:
+            send_home(session._weights, homes_of(session)["layers.1.weight"])
+            engine.fault = failing("read", 1)
+            with pytest.raises(TransferError) as caught, torch.no_grad():
+                model.layers[1](inputs(1)[0])
+            name, offset = place_of(session, str(caught.value))
+            assert (name, offset) == ("layers.1.weight", WEIGHT_BYTES)
+            assert nameless(disk_path) in str(caught.value)
+            assert f"read of {WEIGHT_BYTES} bytes at offset {offset} of" in str(caught.value)
+            assert str(caught.value).endswith("stop using it, and load the weights again")
+            assert (caught.value.errno, caught.value.offset_bytes) == (errno.EIO, offset)
+
+
+def test_a_file_that_was_cut_short_is_said_with_the_weight_and_the_offset(disk_path):
+    with scripted():
+        model = built(Chain)
+        with on_flash(model, disk_path, limit=LIMIT) as session:
+            home = homes_of(session)["layers.2.weight"]
+            send_home(session._weights, home)
+            [file] = home.place.files
+            os.ftruncate(file.fd, home.place.offset_bytes + 4096)
+            with pytest.raises(ShortTransferError, match="truncated") as caught, torch.no_grad():
+                model.layers[2](inputs(1)[0])
+            assert place_of(session, str(caught.value)) == ("layers.2.weight", 2 * WEIGHT_BYTES)
+            assert nameless(disk_path) in str(caught.value)
+            assert f"at offset {2 * WEIGHT_BYTES} of" in str(caught.value)
+            os.ftruncate(file.fd, 6 * WEIGHT_BYTES)
+
+
 def test_a_read_that_fails_is_an_error_once(disk_path):
     expected = bits(built(Chain)(inputs(1)[0]))
     with scripted() as engine:
         model = built(Chain)
         with on_flash(model, disk_path, limit=LIMIT):
             engine.fault = failing("read", 1)
-            with pytest.raises(TransferError, match=r"offset \d+"), torch.no_grad():
+            with pytest.raises(TransferError, match=r"weight layers\.\d\.weight"), torch.no_grad():
                 model(inputs(1)[0])
             assert_same(bits(model(inputs(1)[0])), expected)
 
@@ -58,8 +109,12 @@ def test_flipped_bits_name_the_weight_the_file_and_the_offset(disk_path):
         model = built(Chain)
         with on_flash(model, disk_path, limit=LIMIT):
             engine.spoil = lambda request: ctypes.memset(request.address, 7, 1)
-            with pytest.raises(ChecksumError, match=r"layers\.0\.weight.*offset 0 of"):
+            with pytest.raises(ChecksumError) as caught:
                 model(inputs(1)[0])
+            message = str(caught.value)
+            assert message.startswith("layers.0.weight: ")
+            assert f"offset 0 of a file without a name in {str(disk_path)!r}" in message
+            assert message.endswith("stop using it, and load the weights again")
 
 
 @pytest.mark.filterwarnings("ignore:weights could not be written home")

@@ -231,6 +231,27 @@ def test_after_a_failure_a_model_on_meta_is_as_it_was(disk_path):
     assert all(each.is_meta for each in model.parameters())
 
 
+def test_a_source_that_cannot_be_read_is_said_with_the_weight_and_the_file(disk_path):
+    source = source_of(Net(1), disk_path, 1)
+    with (
+        shared_engine_replaced(FaultyEngine("read")),
+        pytest.raises(penstock.TransferError, match=r"weight frozen cannot be read from .*copy"),
+    ):
+        weights.load(Net(2), source)
+    with (
+        shared_engine_replaced(FaultyEngine("read")),
+        pytest.raises(penstock.TransferError, match=r"weight frozen cannot be read from .*copy"),
+    ):
+        weights.convert(source, disk_path / "converted")
+    with penstock.built_on_flash(disk_path, floor=FLOOR):
+        model = Net(1)
+    with (
+        shared_engine_replaced(FaultyEngine("read")),
+        pytest.raises(penstock.TransferError, match=r"weight .* cannot be read from .*again"),
+    ):
+        weights.save(model, disk_path / "saved")
+
+
 def test_a_save_that_fails_leaves_nothing(disk_path):
     with (
         shared_engine_replaced(FaultyEngine("write", 20_000)),

@@ -2,12 +2,13 @@
 
 import errno
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_weights_faults import failing
 from torch import nn
 
 import penstock
@@ -242,6 +243,38 @@ def test_a_file_that_was_changed_is_an_error_that_names_weight_and_file(disk_pat
             model(x)
     with pytest.raises(penstock.ChecksumError, match="changed since"):
         model(x)
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_file_that_was_cut_short_is_an_error_that_names_weight_file_and_offset(
+    disk_path, in_session
+):
+    path = source_of(built(lambda: Chain(DEPTH)), disk_path / "saved", pages=True)
+    model, x = in_place(path), inputs(1)[0]
+    begin = home_of(model.layers[3].weight).place.begin
+    with on_flash(model, disk_path, limit=LIMIT) if in_session else nullcontext(), torch.no_grad():
+        os.truncate(path, begin + 100)
+        with pytest.raises(penstock.ChecksumError) as caught:
+            model.layers[3](x)
+    message = str(caught.value)
+    assert f"layers.3.weight rests in {str(path)!r}, at offset {begin}, and that" in message
+    assert f"and has {begin + 100}" in message
+    assert "Load the weights again" in message
+
+
+def test_a_read_of_a_file_that_fails_names_weight_file_and_offset(disk_path):
+    path = source_of(built(lambda: Chain(DEPTH)), disk_path / "saved", pages=True)
+    with scripted() as engine:
+        model = in_place(path)
+        place = home_of(model.layers[3].weight).place
+        with on_flash(model, disk_path, limit=LIMIT), torch.no_grad():
+            engine.fault = failing("read", 1)
+            with pytest.raises(penstock.TransferError) as caught:
+                model.layers[3](inputs(1)[0])
+            message = str(caught.value)
+            assert f"weight layers.3.weight cannot be read from {str(path)!r}: read of" in message
+            assert f"at offset {place.start} of" in message
+            assert message.endswith("stop using it, and load a copy of the file from another one")
 
 
 def test_a_file_that_was_deleted_or_replaced_can_still_be_read(disk_path, source):

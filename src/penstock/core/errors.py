@@ -70,6 +70,19 @@ def renewed(error: BaseException) -> BaseException:
     return made
 
 
+def retold(error: TransferError, text: str) -> TransferError:
+    """Return an error of the same type with the same facts and another message."""
+    made = OSError.__new__(type(error), error.errno, text)
+    OSError.__init__(made, error.errno, text)
+    made.__dict__.update(error.__dict__)
+    return made
+
+
+def file_label(path: str) -> str:
+    """Return a file's name in messages: its path, or the directory of one without a name."""
+    return f"a file without a name in {path!r}" if os.path.isdir(path) else repr(path)
+
+
 class SizeError(ConfigError):
     """A malformed, negative or ambiguous size."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from penstock.core.errors import TransferError, transfer_error
+from penstock.core.errors import TransferError, file_label, transfer_error
 from penstock.core.fs import check_directories, check_space, sync_directory
 from penstock.core.process import release_in_child
 from penstock.core.units import round_up
@@ -44,7 +44,9 @@ class ReservedPlace:
                 yield file, self.offset_bytes, min(part, nbytes - index * part)
 
     def __str__(self) -> str:
-        return ", ".join(f"offset {self.offset_bytes} of {file.path!r}" for file in self.files)
+        return ", ".join(
+            f"offset {self.offset_bytes} of {file_label(file.path)}" for file in self.files
+        )
 
 
 class ReservedTier(Tier):

@@ -15,6 +15,7 @@ from penstock.io.files import open_path
 from penstock.observe.clients import WEIGHTS
 from penstock.weights.importing import CODES
 from penstock.weights.pieces import PieceReader, reader_arena
+from penstock.weights.read_failures import SOURCE_ADVICE, named_fill, named_reads
 from penstock.weights.safetensors import ITEM_BYTES, StoredTensor, open_source
 from penstock.weights.sharded import NewTensor, Parts, from_memory, write_folder
 
@@ -110,7 +111,7 @@ def _parts(tensors: Sequence[NewTensor]) -> Parts:
                         stored: StoredTensor = each.source[1]
                         reader.skip_to(stored.begin)
                         if each.code == stored.code:
-                            yield each.nbytes, reader.fill
+                            yield each.nbytes, named_fill(reader.fill, each.name, SOURCE_ADVICE)
                         else:
                             yield from _cast(reader, stored, each.code)
             finally:
@@ -142,7 +143,8 @@ def _cast(reader: PieceReader, stored: StoredTensor, code: str) -> Parts:
     for at in range(0, elements, _CAST_ELEMENTS):
         count = min(_CAST_ELEMENTS, elements - at)
         values = memory[: count * ITEM_BYTES[stored.code]]
-        reader.fill(values)
+        with named_reads(stored.name, SOURCE_ADVICE):
+            reader.fill(values)
         cast = torch.from_numpy(values).view(_CAST[stored.code]).to(_CAST[code])
         flat = cast.view(torch.uint8).numpy()
         yield flat.nbytes, from_memory(flat)

@@ -20,6 +20,7 @@ from penstock.store.checksums import RunningSum
 from penstock.weights.homes import Home, flat_bytes
 from penstock.weights.importing import CODES, state_of
 from penstock.weights.pieces import PieceReader, reader_arena
+from penstock.weights.read_failures import AGAIN, named_fill
 from penstock.weights.sharded import NewTensor, Parts, from_memory, write_folder
 
 
@@ -120,7 +121,7 @@ def _parts_of_home(home: Home, arena: Arena) -> Parts:
         with PieceReader(
             file, offset, offset + nbytes, owner=WEIGHTS, running=running, arena=arena
         ) as reader:
-            yield nbytes, reader.fill
+            yield nbytes, named_fill(reader.fill, home.name, AGAIN + home.tier.spec.remedy)
     if checksum is not None and running.result() != checksum:
         raise home.tier.damage(home.ticket, "have another checksum")
 

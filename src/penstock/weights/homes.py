@@ -39,6 +39,7 @@ from penstock.store.checksums import Sum
 from penstock.store.engine import shared_engine
 from penstock.store.pool import Block
 from penstock.store.window import TransferWindow
+from penstock.weights.read_failures import AGAIN, unread
 from penstock.weights.resting import KINDS, Kinds
 
 SLAB_BYTES = 1 << 30
@@ -223,6 +224,10 @@ class Home:
 
     def check(self) -> None:
         """Raise ChecksumError if the place is known to have other bytes than the weight's."""
+
+    def read_failure(self, error: BaseException) -> BaseException:
+        """Return the error of a read of the place, with the weight, the file and what to do."""
+        return unread(error, self.name, AGAIN + self.tier.spec.remedy)
 
     def forget(self) -> None:
         """Note that the values at rest may have been changed through the mapping."""

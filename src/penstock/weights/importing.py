@@ -28,6 +28,7 @@ from penstock.weights.dispatched import (
 from penstock.weights.homes import Home, WeightFiles, flat_bytes
 from penstock.weights.inplace import LEAST_BYTES, SourceFile, SourceHome
 from penstock.weights.pieces import PieceReader, PieceWriter
+from penstock.weights.read_failures import SOURCE_ADVICE, named_reads
 from penstock.weights.safetensors import StoredTensor, WeightFile, open_source
 
 CODES: Final[Mapping[torch.dtype, str]] = {
@@ -309,7 +310,8 @@ class _Loading:
                     target = targets[tensor.name]
                     if target.is_meta:
                         target = self._materialise(tensor.name, target)
-                    _fill(target, reader, writer)
+                    with named_reads(tensor.name, SOURCE_ADVICE):
+                        _fill(target, reader, writer)
         finally:
             opened.close()
 

@@ -86,9 +86,10 @@ class SourcePlace:
         if (found.st_mtime_ns, found.st_size) == (self.mtime_ns, self.size_bytes):
             return None
         return ChecksumError(
-            f"{label} rests in {self.file.path!r}, and that file was changed since its weights were"
-            f" loaded in place: it had {self.size_bytes} bytes and has {found.st_size}, and its time of"
-            " change is another one. Load the weights again; leave such files as they are"
+            f"{label} rests in {self.file.path!r}, at offset {self.begin}, and that file was changed"
+            f" since its weights were loaded in place: it had {self.size_bytes} bytes and has"
+            f" {found.st_size}, and its time of change is another one. Load the weights again; leave such"
+            " files as they are"
         )
 
     def __str__(self) -> str:
@@ -133,7 +134,12 @@ class SourceTier(Tier):
         """Make a tier for the file at ``path``."""
         folder = os.path.dirname(os.path.abspath(path))
         spec = TierSpec(
-            name=WEIGHTS, kind="flash", capacity_bytes=0, granule_bytes=UNIT_BYTES, where=folder
+            name=WEIGHTS,
+            kind="flash",
+            capacity_bytes=0,
+            granule_bytes=UNIT_BYTES,
+            where=folder,
+            remedy=", and load a copy of the file from another one",
         )
         super().__init__(spec, engine=shared_engine(), recorder=ClientRecorder(folder))
 
@@ -196,6 +202,14 @@ class SourceHome(Home):
         error = self.place.change(self.name) if self.is_in_place else None
         if error is not None:
             raise error
+
+    def read_failure(self, error: BaseException) -> BaseException:
+        """See ``Home``; a ChecksumError if the file was changed, as one that was cut short."""
+        changed: ChecksumError | None = self.place.change(self.name) if self.is_in_place else None
+        if changed is None:
+            return super().read_failure(error)
+        changed.__cause__ = error.with_traceback(None)
+        return changed
 
     def begin_touch(self) -> None:
         """See :class:`.resting.RestingHome`; raises ChecksumError if the file was changed."""

@@ -68,6 +68,10 @@ class RelocatedHome(DeviceHome):
         self.host.random()
         return self.host.values
 
+    def read_failure(self, error: BaseException) -> BaseException:
+        """See :class:`Home`."""
+        return self.host.read_failure(error)
+
     def leave(self) -> None:
         """See :class:`Home`."""
         parameter = self.parameter

@@ -262,7 +262,7 @@ class WeightTable:
         self.coming_bytes -= stay.home.nbytes
         if coming.error is not None:
             self.memory.drop(block)
-            return coming.error.with_traceback(None)
+            return stay.home.read_failure(coming.error)
         parameter = stay.home.parameter
         if parameter is None or stay.home.is_lent or not stay.home.is_as_read:
             self.memory.drop(block)  # it may have been changed at home meanwhile
