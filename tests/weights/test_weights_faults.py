@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -115,6 +116,99 @@ def test_flipped_bits_name_the_weight_the_file_and_the_offset(disk_path):
             assert message.startswith("layers.0.weight: ")
             assert f"offset 0 of a file without a name in {str(disk_path)!r}" in message
             assert message.endswith("stop using it, and load the weights again")
+
+
+def changed(first, nbytes=1):
+    """Change bytes of a read, each by its lowest bit."""
+
+    def spoil(request):
+        for offset in range(first, first + nbytes):
+            ctypes.c_ubyte.from_address(request.address + offset).value ^= 1
+
+    return spoil
+
+
+@contextmanager
+def long_weight_away(directory):
+    """A session that has to read a weight of 1 MiB next; its engine and model."""
+    width = 512
+    with scripted() as engine:
+        model = built(lambda: Chain(2, width))
+        with on_flash(model, directory, limit="2MiB") as session, torch.no_grad():
+            send_home(session._weights, homes_of(session)["layers.1.weight"])
+            yield engine, model.layers[1], torch.ones(2, width)
+
+
+@pytest.mark.parametrize(
+    ("verify", "first", "nbytes"),
+    [
+        *(("full", first, 1) for first in (0, 100, 500_001, 2**20 - 1)),
+        *(("sampled", first, 4096) for first in (0, 8192, 123_456, 2**20 - 4096)),
+        *(("sampled", first, 1) for first in (0, 4032, 2**20 - 1)),
+    ],
+)
+def test_what_differs_in_a_long_weight_is_found(disk_path, monkeypatch, verify, first, nbytes):
+    """By default 4 KiB that differ, wherever they begin; each bit if everything is verified."""
+    if verify == "full":
+        monkeypatch.setenv("PENSTOCK_VERIFY", "full")
+    with long_weight_away(disk_path) as (engine, layer, x):
+        engine.spoil = changed(first, nbytes)
+        with pytest.raises(ChecksumError, match=r"layers\.1\.weight: 1048576 bytes"):
+            layer(x)
+
+
+def test_a_lone_bit_of_a_long_weight_is_not_found_by_default(disk_path):
+    """As the page says: whoever wants that verifies everything."""
+    with long_weight_away(disk_path) as (engine, layer, x):
+        engine.spoil = changed(100)
+        layer(x)
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda model: model.state_dict(),
+        lambda model: model.layers[1].weight.data.sum(),
+        lambda model: model.layers[1].weight.detach().numpy(),
+    ],
+    ids=["state_dict", "data", "numpy"],
+)
+def test_a_weight_whose_memory_was_lent_is_verified_again(disk_path, touch):
+    with scripted() as engine:
+        model, x = built(Chain).requires_grad_(False), inputs(1)[0]
+        with on_flash(model, disk_path, limit=LIMIT) as session:
+            home = homes_of(session)["layers.1.weight"]
+            before = home.ticket.checksum
+            send_home(session._weights, home)
+            kept = touch(model)
+            assert home.ticket.checksum is None
+            layer = model.layers[1]
+            layer(x)  # where it is mapped, if that is lent
+            del kept
+            send_home(session._weights, home)
+            expected = layer(x)
+            assert home.ticket.checksum == before
+            send_home(session._weights, home)
+            engine.spoil = changed(100)
+            with pytest.raises(ChecksumError, match=r"layers\.1\.weight"):
+                layer(x)
+            engine.spoil = lambda request: None
+            assert torch.equal(layer(x), expected)
+
+
+def test_a_weight_whose_address_is_known_may_change_there(disk_path):
+    with scripted():
+        model, x = built(Chain).requires_grad_(False), inputs(1)[0]
+        with on_flash(model, disk_path, limit=LIMIT) as session:
+            home = homes_of(session)["layers.1.weight"]
+            layer = model.layers[1]
+            send_home(session._weights, home)
+            address = layer.weight.data_ptr()
+            layer(x)
+            send_home(session._weights, home)
+            ctypes.c_float.from_address(address).value = 7.0
+            layer(x)
+            assert layer.weight[0, 0] == 7.0
 
 
 @pytest.mark.filterwarnings("ignore:weights could not be written home")

@@ -5,7 +5,8 @@
     with direct transfers and checked as every tier's bytes are. The same range of the file is mapped, so
     that the parameter has an address at rest. Who writes through the mapping (an initialiser, an
     optimizer that knows nothing of homes) changes bytes that the tier has a checksum of: the home forgets
-    it, and has another one when it is next written. Homes in files of the user's: :mod:`.inplace`.
+    it, and has another one when it is next written, or read while nobody refers to the mapping. Homes in
+    files of the user's: :mod:`.inplace`.
 
     Of a parameter that is spread over ranks, a DTensor, the home has what this process has of it.
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from penstock.core import knobs
 from penstock.core.errors import NoSpaceError
 from penstock.core.units import format_bytes, round_up
 from penstock.homed import is_sharded, local_of, move_out, settle, use_count
@@ -35,7 +37,7 @@ from penstock.staging import copy_across, ready_event
 from penstock.store.arena import Arena
 from penstock.store.base import Place, Ticket, Tier
 from penstock.store.blob import UNIT_BYTES, ReservedPlace, ReservedTier, StrPath, part_bytes
-from penstock.store.checksums import Sum
+from penstock.store.checksums import Sum, sum_of
 from penstock.store.engine import shared_engine
 from penstock.store.pool import Block
 from penstock.store.window import TransferWindow
@@ -101,6 +103,7 @@ class Home:
         nbytes: Length of its values.
         ticket: Claim on what the place holds; its checksum is None if it is not known.
         resting: Mapping of the place, with the shape and the strides of the parameter.
+        is_addressed: True if the program has asked for the address of the place, where it may write.
         generation: Number of times that other values have replaced all of these, as ``.data = x`` does.
         keeper: Brings the weight to memory; None while no session does.
         kinds: Classes of the parameter.
@@ -125,6 +128,7 @@ class Home:
             "_storage",
             "_version",
             "generation",
+            "is_addressed",
             "keeper",
             "kinds",
             "name",
@@ -158,6 +162,7 @@ class Home:
 
     def _map(self, like: Tensor) -> None:
         """Map the place, with the shape and the strides of a tensor."""
+        self.is_addressed = False
         self._mapping = self._map_values(like)
         self._storage = torch.from_numpy(self._mapping[: self.nbytes]).untyped_storage()
         self.resting = view_like(self._storage, like)
@@ -232,6 +237,18 @@ class Home:
     def forget(self) -> None:
         """Note that the values at rest may have been changed through the mapping."""
         self.ticket.checksum = None
+
+    def verify_again(self, address: int) -> None:
+        """Take the checksum of values that were just read from the place, if it has none.
+
+        ``forget`` has dropped it, as the values may have been changed. Nobody refers to the mapping now,
+        so the next reads are to find what this one has found.
+
+        Args:
+            address: Address of the values in memory.
+        """
+        if self.is_mapped and self.ticket.checksum is None and not self.is_addressed:
+            self.filled(sum_of(knobs.verify(), address, self.nbytes))
 
     def settle(self, *, though_shared: bool = False) -> None:
         """Let reads of the place see what was changed through the mapping.
@@ -382,6 +399,7 @@ class Home:
 
     def addressed(self) -> None:
         """See :class:`.resting.RestingHome`."""
+        self.is_addressed = True
         if self.keeper is not None:
             self.keeper.addressed(self)
         else:

@@ -228,6 +228,11 @@ class SourceHome(Home):
         if self.keeper is None:
             self.settle()
 
+    def verify_again(self, address: int) -> None:
+        """See ``Home``; the file is the user's, and what it is to have is not known."""
+        if not self.is_in_place:
+            super().verify_again(address)
+
     def forget(self) -> None:
         """See ``Home``."""
         super().forget()

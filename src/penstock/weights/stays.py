@@ -277,6 +277,7 @@ class WeightTable:
             show(parameter, view_like(storage, stay.home.layout), kind)
             stay.version = version_of(parameter)
         stay.own_uses = use_count(storage)
+        stay.home.verify_again(stay.address)
         self.by_storage[storage._cdata] = stay
         return None
 
