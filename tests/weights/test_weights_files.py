@@ -252,6 +252,33 @@ def test_a_source_that_cannot_be_read_is_said_with_the_weight_and_the_file(disk_
         weights.save(model, disk_path / "saved")
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_load_without_room_is_refused_before_anything_is_read(disk_path, monkeypatch, in_place):
+    source = source_of(Net(1), disk_path, 1)
+    with torch.device("meta"):
+        model = Net()
+    model.own = torch.ones(3)
+    model.embed.requires_grad_(False)
+    large = [each for each in model.parameters() if each.nbytes >= FLOOR]
+    if in_place:  # those of which the values begin at a multiple of their type's size
+        large = [each for each in large if each.requires_grad or each.nbytes < 8192]
+    needed = sum(-(-each.nbytes // 4096) * 4096 for each in large)
+    arguments = {"directory": disk_path, "floor": FLOOR, "in_place": in_place}
+    monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda _: needed - 1)
+    with shared_engine_replaced(FaultyEngine("read")) as engine:
+        with pytest.raises(penstock.NoSpaceError) as caught:
+            weights.load(model, source, **arguments)
+        assert engine.left == 0
+    assert f"{needed} bytes" in str(caught.value)
+    assert str(disk_path) in str(caught.value)
+    assert caught.value.free_bytes == needed - 1
+    assert "free some space" in str(caught.value)
+    assert all(each.is_meta for each in model.parameters())
+    monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda _: needed)
+    weights.load(model, source, **arguments)
+    check_equal(model, Net(1))
+
+
 def test_a_save_that_fails_leaves_nothing(disk_path):
     with (
         shared_engine_replaced(FaultyEngine("write", 20_000)),

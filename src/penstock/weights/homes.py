@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core import knobs
 from penstock.core.errors import NoSpaceError
+from penstock.core.fs import check_space
 from penstock.core.units import format_bytes, round_up
 from penstock.homed import is_sharded, local_of, move_out, settle, use_count
 from penstock.io.engine import Priority, Transfer
@@ -483,6 +484,16 @@ class WeightFiles:
         self._slab: tuple[DirectFile, ...] = ()
         self._slab_bytes = 0
         self._cut_bytes = 0
+
+    def check_room(self, lengths: Sequence[int]) -> None:
+        """Raise NoSpaceError if the directories have no room for places that are to be cut.
+
+        Args:
+            lengths: Most bytes that each will hold.
+        """
+        count = len(self.tier.directories)
+        part = sum(part_bytes(nbytes, count) for nbytes in lengths)
+        check_space([(each, part) for each in self.tier.directories], _advice)
 
     def cut(self, nbytes: int, name: str) -> ReservedPlace:
         """Cut a new place, which reads as zeros, from a slab; ``trim`` frees what is left of the last.

@@ -95,7 +95,7 @@ def load(
         MismatchError: Names, shapes or types differ.
         DamagedError: A file is not intact.
         ChecksumError: A file in which weights are to rest was changed meanwhile.
-        NoSpaceError: The directory has no room.
+        NoSpaceError: The directory has no room for all parameters on ``meta``; nothing was read.
         TransferError: A file cannot be read or written.
     """
     targets = state_of(model)
@@ -273,7 +273,10 @@ class _Loading:
         return others
 
     def check(self, targets: Mapping[str, Tensor]) -> None:
-        """Raise ConfigError if something on ``meta`` has no values, or no place for them."""
+        """Raise ConfigError if something on ``meta`` has no values, or no place for them.
+
+        Raises NoSpaceError if there is no room for all places.
+        """
         known = {id(target) for target in targets.values()}
         for name, buffer in self._model.named_buffers():
             if buffer.is_meta and id(buffer) not in known:
@@ -281,14 +284,20 @@ class _Loading:
                     f"buffer {name} is on meta and is not saved with the model, so no file has it: make"
                     " it with values before the weights are loaded"
                 )
-        if self._files is None:
-            for name, target in targets.items():
-                if name in self._in_place:
-                    continue
-                if target.is_meta and isinstance(target, Parameter) and self._is_large(target):
-                    raise ConfigError(
-                        f"parameter {name} is on meta: give the directory on flash where it is to rest"
-                    )
+        done = {id(targets[name]) for name in self._in_place}  # of tied ones one name is in place
+        lengths: list[int] = []
+        for name, target in targets.items():
+            is_parameter = target.is_meta and isinstance(target, Parameter)
+            if not is_parameter or id(target) in done or not self._is_large(target):
+                continue
+            if self._files is None:
+                raise ConfigError(
+                    f"parameter {name} is on meta: give the directory on flash where it is to rest"
+                )
+            done.add(id(target))
+            lengths.append(target.nbytes)
+        if self._files is not None:
+            self._files.check_room(lengths)
 
     def _is_large(self, target: Tensor) -> bool:
         return target.nbytes >= max(1, self._floor_bytes)
