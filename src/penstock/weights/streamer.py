@@ -79,6 +79,7 @@ class WeightStreamer:
         self._compiled: list[CompiledCall] = []
         self._is_replicated = False
         self.before_model: Callable[[Module], None] | None = None
+        self._compiled_whole = ""
         self.before_training: Callable[[int], None] | None = None
         self.in_inference: Callable[[bool], None] | None = None
         account.yield_by(self._eviction.give_way)
@@ -127,15 +128,39 @@ class WeightStreamer:
         own = tuple(map(id, module._parameters.values()))
         if own and self._own.get(module) != own:
             self._take_new(module, own)
+        forced = self._reads.forced
         for stay in self._uses.weights_of(module):
             self._table.check_process(stay.home)
             if self._pin(stay, has_few_rows=_needs_few_rows(module, stay, args)):
                 pinned.append(stay)
         if is_compiled(module):
-            for stay in pinned:
-                parameter = stay.home.parameter
-                if parameter is not None:
-                    parameter.__class__ = stay.home.kinds.ordinary
+            self._show_ordinary(pinned)
+            if self._reads.forced > forced:
+                self._warn_of_compiled(module, pinned)
+
+    def _show_ordinary(self, pinned: Sequence[Stay]) -> None:
+        """Give weights the class that torch.compile knows."""
+        for stay in pinned:
+            parameter = stay.home.parameter
+            if parameter is not None:
+                parameter.__class__ = stay.home.kinds.ordinary
+
+    def _warn_of_compiled(self, module: Module, pinned: Sequence[Stay]) -> None:
+        """Say once that a compiled module has more weights than fit in memory."""
+        if self._compiled_whole:
+            return
+        name = type(module._modules.get("_orig_mod", module)).__name__
+        needed = sum(stay.home.nbytes for stay in pinned)
+        self._compiled_whole = (
+            f"the compiled {name} needs all of its weights at once, {format_bytes(needed)}: compile each"
+            " block by itself before the session, as by block.compile()"
+        )
+        warnings.warn(
+            f"weights in memory exceed their limit of {format_bytes(self.account.limit_bytes)}:"
+            f" {self._compiled_whole}",
+            PenstockWarning,
+            stacklevel=2,
+        )
 
     def _take_new(self, module: Module, own: tuple[int, ...]) -> None:
         """Let weights rest that a module got since ``add``, as by ``load_state_dict(assign=True)``."""
@@ -303,6 +328,7 @@ class WeightStreamer:
             )
         if self.forced:
             text += f"; their limit was exceeded {self.forced} times, as all in memory was in use"
+            text += f": {self._compiled_whole}" if self._compiled_whole else ""
         return text
 
     def end_step(self) -> None:
