@@ -256,6 +256,7 @@ TOUCHES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:weight .* was moved to cpu")
 @pytest.mark.parametrize("touch", TOUCHES)
 def test_who_touches_weights_at_rest_gets_what_plain_ones_give(touch, tmp_path):
     plain = built(LowRank)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.core.errors import ConfigError, TransferError
+from penstock.core.errors import ConfigError, PenstockWarning, TransferError
 from penstock.homed import home_of
 from penstock.optim import FlashAdamW
 from weights_rig import ScriptedEngine, assert_same, shared_engine_replaced
@@ -192,3 +192,14 @@ def test_what_cannot_be_relocated_is_refused_and_nothing_is_moved(tmp_path):
         penstock.offload(built(), weights="flash", device="gpu", memory="1GiB", flash=str(tmp_path))
     with pytest.raises(ConfigError, match="device is set"):
         penstock.offload(built(), device=DEVICE)
+
+
+def test_a_model_that_rests_on_the_host_and_is_moved_for_good_is_warned_of(tmp_path):
+    model, plain = built(tmp_path), built().to(DEVICE)
+    with pytest.warns(
+        PenstockWarning, match=r"weight Linear\.weight was moved to cuda:0"
+    ) as warned:
+        model.to(DEVICE)
+    assert len(warned) == 1
+    assert all(home_of(each) is None for each in model.parameters())
+    assert_same(state_of(model), state_of(plain))

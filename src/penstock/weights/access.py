@@ -177,21 +177,23 @@ class WeightKeeper:
         finally:
             home.end_touch(changed=True)
         if not is_dense_here:
-            parameter = home.parameter
-            with self._table.wake:
-                self._table.leave_home(stay)
-            with torch._C.DisableTorchFunctionSubclass():
-                Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
+            self._leave_for(stay, data)
 
     def _replaced_on_device(self, stay: Stay, data: Tensor) -> None:
         """Let a weight whose home is not mapped leave it for other values."""
         parameter = stay.home.parameter
         if parameter is None or data is parameter:  # as by ``to`` with nothing to convert
             return
+        self._leave_for(stay, data)
+
+    def _leave_for(self, stay: Stay, data: Tensor) -> None:
+        """Let a weight leave its home for memory of the program's, unless torch refuses that."""
+        home = stay.home
         with self._table.wake:
+            with torch._C.DisableTorchFunctionSubclass():
+                Tensor.data.__set__(home.parameter, data)  # type: ignore[attr-defined]
             self._table.leave_home(stay)
-        with torch._C.DisableTorchFunctionSubclass():
-            Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
+        home.warn_of_move(data.device)
 
     def _move(self, stay: Stay, data: Tensor) -> None:
         """Let a weight have another shape or type from now on."""

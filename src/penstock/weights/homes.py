@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, ClassVar, Final, Protocol
@@ -26,7 +27,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core import knobs
-from penstock.core.errors import NoSpaceError
+from penstock.core.errors import NoSpaceError, PenstockWarning
 from penstock.core.fs import check_space
 from penstock.core.units import format_bytes, round_up
 from penstock.homed import is_sharded, local_of, move_out, settle, use_count
@@ -50,6 +51,8 @@ SLAB_BYTES = 1 << 30
 ROWS_SHARE: Final = 8
 """An embedding's rows are read at home, if they are less than this part of it."""
 _REMEDY = ", and load the weights again"
+_left: Final[weakref.WeakSet[Tier]] = weakref.WeakSet()
+"""Tiers of which a weight was moved to another device, as the user was told."""
 
 
 class Keeper(Protocol):
@@ -321,6 +324,20 @@ class Home:
             parameter.__class__ = self.kinds.ordinary
         self._param = _nobody
 
+    def warn_of_move(self, device: torch.device) -> None:
+        """Say, once for all homes in the same files, that a weight has left its home for a device."""
+        files = self.room or self.tier
+        if device == self.resting.device or files in _left:
+            return
+        _left.add(files)
+        warnings.warn(
+            f"weight {self.name} was moved to {device}, where it is an ordinary parameter from now on"
+            " and rests on flash no more; so is each other weight that is moved. Leave a model that rests"
+            " where it is, and give it to penstock.offload(model, weights='flash', device='cuda')",
+            PenstockWarning,
+            stacklevel=2,
+        )
+
     def give_back(self) -> None:
         """Let the parameter rest where it rests outside of a session, if it ``returns``."""
         raise AssertionError(f"{self} is the home that the parameter has outside of a session")
@@ -435,8 +452,9 @@ class Home:
                 old.stride(),
             )
             if data.device != old.device or not is_dense(data) or not (is_same or self.room):
-                self.leave()
                 Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
+                self.leave()
+                self.warn_of_move(data.device)
                 return
             if not is_same:
                 self.move(data)
