@@ -80,6 +80,7 @@ class WeightStreamer:
         self._is_replicated = False
         self.before_model: Callable[[Module], None] | None = None
         self._compiled_whole = ""
+        self._has_cast_cache = self._are_casts_cached = False
         self.before_training: Callable[[int], None] | None = None
         self.in_inference: Callable[[bool], None] | None = None
         account.yield_by(self._eviction.give_way)
@@ -118,6 +119,7 @@ class WeightStreamer:
                 self.leave(calls[-1][0])
         if not calls:
             is_training = torch.is_grad_enabled()
+            self._has_cast_cache = _has_cast_cache()
             if is_training and self.before_training is not None:
                 self._begin_training(self.before_training)
             with self._table.wake:
@@ -258,9 +260,10 @@ class WeightStreamer:
         if is_sharded(leaf) or not isinstance(leaf, Parameter) or not _is_of_cast(tensor, leaf):
             return None
         stay = self._table.stay_of(leaf)
-        return (
-            None if stay is None else WeightReference(tensor, stay.home, self._keeper, is_cast=True)
-        )
+        if stay is None:
+            return None
+        self._are_casts_cached |= self._has_cast_cache and leaf.requires_grad
+        return WeightReference(tensor, stay.home, self._keeper, is_cast=True)
 
     # -- for the session --------------------------------------------------------------------------
 
@@ -325,6 +328,11 @@ class WeightStreamer:
             text += (
                 f"; {len(self._table.left)} of them stay in memory, as the program has given them that,"
                 f" the first {self._table.left[0]}"
+            )
+        if self._are_casts_cached:
+            text += (
+                "; autocast keeps casts of them in memory until its region ends, which"
+                " torch.autocast(..., cache_enabled=False) does not"
             )
         if self.forced:
             text += f"; their limit was exceeded {self.forced} times, as all in memory was in use"
@@ -441,6 +449,12 @@ class WeightStreamer:
             home.leave()
             self._eviction.failure = None  # what could not be written home is in memory
         return None
+
+
+def _has_cast_cache() -> bool:
+    """Return whether autocast is on and caches casts of parameters that require gradients."""
+    is_on = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return is_on and torch.is_autocast_cache_enabled()
 
 
 def _is_of_cast(tensor: Tensor, leaf: Tensor) -> bool:
