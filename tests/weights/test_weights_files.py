@@ -191,7 +191,7 @@ def test_a_model_on_meta_needs_a_directory_and_its_own_buffers(disk_path):
     source = source_of(Net(1), disk_path, 1)
     with torch.device("meta"):
         model = Net()
-    with pytest.raises(penstock.ConfigError, match="buffer own is on meta"):
+    with pytest.raises(penstock.ConfigError, match="buffer own of a Net is on meta"):
         weights.load(model, source, directory=disk_path)
     model.own = torch.ones(3)
     with pytest.raises(penstock.ConfigError, match="frozen is on meta: give the directory"):

@@ -263,6 +263,16 @@ def assigned_itself(model):
     weight(model).data = weight(model).data
 
 
+def emptied(model):
+    model.layers[2].to_empty(device="cpu")
+    weight(model).fill_(0.01)
+
+
+def shared_with_processes(model):
+    weight(model).share_memory_()
+    return weight(model).is_shared(), bits(weight(model)), bits(model(inputs(1)[0]))
+
+
 def kept_alias(model):
     with torch.no_grad():
         return through_alias_kept(model)
@@ -292,6 +302,7 @@ WRITES = {
     "view": written(through_view),
     "inference mode": written(in_inference),
     "out=": written(out_argument),
+    "to_empty": written(emptied),
     "assign to data": written(assigned),
     "assign its own data": written(assigned_itself),
     "load_state_dict": written(loaded),
@@ -391,6 +402,7 @@ CHANGES = {
     "to what it is": to_nothing_new,
     "another shape": shape_changed,
     "other strides": strides_changed,
+    "share_memory_": shared_with_processes,
     "attribute": lambda m: setattr(weight(m), "tag", 3) or weight(m).tag,
     "grad": lambda m: weight(m).grad is None,
     "metadata": lambda m: (
@@ -505,3 +517,30 @@ def test_a_touched_weight_is_as_without(name, state, plain, disk_path):
         gc.collect()  # some ways make cycles
         assert account.used_bytes == 0 or name in KEEP_MEMORY, account.held_by()
         assert engine.read_bytes > 0
+
+
+def swapped(model):
+    torch.utils.swap_tensors(weight(model), nn.Parameter(torch.zeros(WIDTH, WIDTH)))
+
+
+def converted_by_a_swap(model):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("swap", [swapped, converted_by_a_swap])
+@pytest.mark.parametrize("state", ["rest", "memory"])
+def test_a_swap_of_tensors_is_refused_and_changes_nothing(swap, state, disk_path):
+    """Torch refuses it for tensors with weak references, as each weight at home has."""
+    expected = trained(model := built(Chain), sgd(model), inputs(2))
+    with scripted() as engine:
+        model = built(Chain)
+        with on_flash(model, disk_path, limit=LIMIT) as session:
+            put(state, session, engine)
+            with pytest.raises(RuntimeError, match=r"weakref|Couldn't swap"):
+                swap(model)
+            assert_same(state_of(model), state_of(built(Chain)))
+            assert_same(trained(model, sgd(model), inputs(2)), expected)

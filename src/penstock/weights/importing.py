@@ -278,12 +278,15 @@ class _Loading:
         Raises NoSpaceError if there is no room for all places.
         """
         known = {id(target) for target in targets.values()}
-        for name, buffer in self._model.named_buffers():
-            if buffer.is_meta and id(buffer) not in known:
-                raise ConfigError(
-                    f"buffer {name} is on meta and is not saved with the model, so no file has it: make"
-                    " it with values before the weights are loaded"
-                )
+        for path, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta and id(buffer) not in known:
+                    raise ConfigError(
+                        f"buffer {path}{'.' if path else ''}{name} of a {type(module).__name__} is on"
+                        " meta and is not saved with the model, so no file has it: construct the model"
+                        " with its parameters alone on meta, as accelerate.init_empty_weights() does,"
+                        " or put another such module, constructed on the CPU, in its place before"
+                    )
         done = {id(targets[name]) for name in self._in_place}  # of tied ones one name is in place
         lengths: list[int] = []
         for name, target in targets.items():
