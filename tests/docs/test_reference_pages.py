@@ -1,11 +1,13 @@
 """Tables that repeat what the code says, and must not drift from it."""
 
+import argparse
 import dataclasses
 import re
 import tomllib
 from pathlib import Path
 
 import penstock
+from penstock import cli
 from penstock.core import errors, knobs
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,17 @@ def test_every_setting_is_on_its_page_with_its_default():
         for field in dataclasses.fields(penstock.OffloadConfig)
     }
     assert {name: text for name, text in rows("knobs.md").items() if name.islower()} == fields
+
+
+def test_every_option_of_run_is_in_its_table():
+    actions = cli.module_of("run").parser()._actions
+    shown = [each for each in actions if each.help != argparse.SUPPRESS]
+    options = {each.option_strings[-1] for each in shown if each.option_strings} - {"--help"}
+    section = re.search(
+        r"^## `penstock run`\n(.*?)^### ", page("cli.md"), re.MULTILINE | re.DOTALL
+    )[1]
+    cells = " ".join(re.findall(r"^\| (`-.*?) \| ", section, re.MULTILINE))
+    assert set(re.findall(r"`(-[a-z-]+)", cells)) == options
 
 
 def test_the_layers_in_the_design_are_those_that_are_enforced():

@@ -1,4 +1,4 @@
-"""Weights that rest and are moved to another device: they leave their homes, and the user is told."""
+"""Weights that rest and are moved to another device, which a warning tells, or are converted."""
 
 from contextlib import nullcontext
 
@@ -18,8 +18,12 @@ from weights_rig import (
     assert_same,
     bits,
     built,
+    inputs,
     on_flash,
+    scripted,
+    sgd,
     state_of,
+    trained,
 )
 
 LIMIT = 3 * WEIGHT_BYTES
@@ -80,3 +84,25 @@ def test_memory_that_torch_refuses_leaves_a_weight_at_home(disk_path, in_session
         assert type(model.layers[2].weight) is RestingParameter
         assert_same(state_of(model), state_of(built(Chain)))
     assert_same(state_of(model), state_of(built(Chain)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("how", ["built", "in place"])
+def test_a_model_that_rests_is_converted(how, dtype, disk_path):
+    plain, data = built(Chain).to(dtype), [x.to(dtype) for x in inputs(2)]
+    if how == "built":
+        with penstock.built_on_flash(disk_path, floor=FLOOR):
+            model = built(Chain)
+    else:
+        weights.save(built(Chain), disk_path / "saved")
+        model = built(Chain, seed=1).requires_grad_(False)
+        weights.load(model, disk_path / "saved", in_place=True, floor=FLOOR)
+    model.to(dtype)
+    kind = RestingParameter if how == "built" else nn.Parameter
+    assert all(type(each) is kind for each in model.parameters())
+    assert_same(state_of(model), state_of(plain))
+    model.requires_grad_(True)
+    with scripted() as engine, on_flash(model, disk_path, limit=2 * LIMIT):
+        assert_same(trained(model, sgd(model), data), trained(plain, sgd(plain), data))
+        assert engine.read_bytes > 0 or how == "built"
+    assert_same(state_of(model), state_of(plain))
