@@ -409,6 +409,20 @@ def test_a_failed_write_ends_the_construction(disk_path, monkeypatch):
     assert len(made) < 9
 
 
+def test_a_failed_read_in_the_block_names_the_weight(disk_path, monkeypatch):
+    monkeypatch.setattr(build, "YOUNG_BYTES", 0)
+    with CountingEngine().shared(), penstock.built_on_flash(disk_path, floor=FLOOR):
+        first, _ = nn.Linear(64, 64), nn.Linear(64, 64)
+        [file] = home_of(first.weight).place.files
+        length = os.fstat(file.fd).st_size
+        os.ftruncate(file.fd, 4096)
+        with pytest.raises(
+            penstock.TransferError, match=r"weight Linear\.weight cannot be read from"
+        ):
+            first.weight.add_(1)
+        os.ftruncate(file.fd, length)
+
+
 def test_no_room_is_an_error_where_the_next_parameter_is_made(disk_path, monkeypatch):
     monkeypatch.setattr(build, "YOUNG_BYTES", 0)
     monkeypatch.setattr(homes, "SLAB_BYTES", 1 << 40)

@@ -54,6 +54,7 @@ from penstock.weights.homes import (
     view_like,
 )
 from penstock.weights.pieces import PieceWriter
+from penstock.weights.read_failures import AGAIN, named_reads
 
 YOUNG_BYTES: Final = 128 * MIB
 """Weights that stay in memory for their initialisers, but for a longer one."""
@@ -205,7 +206,8 @@ class ModelBuilder:
                 home.ticket, block.address, keep_alive=block, priority=Priority.DEMAND
             )
             try:
-                read.wait()
+                with named_reads(home.name, AGAIN + home.tier.spec.remedy):
+                    read.wait()
             except BaseException:
                 block.free()
                 raise
