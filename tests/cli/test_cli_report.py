@@ -84,7 +84,7 @@ def test_the_logs_of_ranks_make_one_summary_of_the_job(tmp_path, capsys):
     assert main(["report", *paths]) == 1
     out, err = capsys.readouterr()
     assert "Ranks of the job" in out
-    assert "3 of 4 ranks: 12.00 KiB written to flash, 3.00 KiB of activations read" in out
+    assert "3 of 4 ranks: 12.00 KiB written to flash, 3.00 KiB read" in out
     assert "warning: no report of rank 2: " in out
     assert "warning: rank 0, 3: beware" in out
     (line,) = err.splitlines()

@@ -51,9 +51,14 @@ def measurement_of(tier: str) -> str:
     return tier + _MEASUREMENT
 
 
+def is_measurement(tier: str) -> bool:
+    """Return whether a name is that of the measurement of a tier."""
+    return tier.endswith(_MEASUREMENT)
+
+
 def is_once(tier: str) -> bool:
     """Return whether a tier's traffic happens once, not in each step: measurements, and indexes."""
-    return tier == DATA or tier.endswith(_MEASUREMENT)
+    return tier == DATA or is_measurement(tier)
 
 
 def open_account(recorder: Recorder, waiting: Waiting | None = None) -> None:

@@ -12,9 +12,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock.core.units import format_bandwidth, format_bytes, format_duration
+from penstock.observe.clients import ON_FLASH, is_measurement
 from penstock.observe.events import Stage
 from penstock.observe.summary_text import add_row, grid, percent, to_text
-from penstock.observe.summary_values import SummaryValues
+from penstock.observe.summary_values import FlowLine, SummaryValues
 
 SCHEMA: Final = 1
 MOST_LINES: Final = 32
@@ -43,9 +44,12 @@ class RankLine:
     written_bytes: int
     """Bytes written to flash, by all parts."""
     read_bytes: int
-    """Bytes of activations read from flash."""
+    """Bytes read from flash, by all parts."""
+    write_bytes_per_s: float
+    """Rate of training's writes: their bytes, divided by the busy times of all kinds of data together;
+    0.0 without writes."""
     read_bytes_per_s: float
-    """Rate of these reads while any was in flight; 0.0 without reads."""
+    """Rate of its reads, likewise."""
     stalled_s: float
     """Time that training waited."""
     warnings: tuple[str, ...]
@@ -63,7 +67,8 @@ class RankLine:
 
 def rank_line(summary: SummaryValues) -> RankLine:
     """Return the line of a summary. One without a rank is rank 0."""
-    reads = [line for line in summary.flows if (line.stage, line.tier) == (Stage.READ, "flash")]
+    reads = [line for line in summary.flows if line.stage == Stage.READ and line.tier in ON_FLASH]
+    writes = [line for line in summary.flows if line.stage == Stage.WRITE and line.tier in ON_FLASH]
     devices = [line for line in summary.memory if line.memory.split()[0] == "device"]
     return RankLine(
         rank=summary.rank or 0,
@@ -77,10 +82,18 @@ def rank_line(summary: SummaryValues) -> RankLine:
         held_peak_bytes=0 if summary.host is None else summary.host.held_peak_bytes,
         written_bytes=summary.ssd_written_bytes,
         read_bytes=sum(line.nbytes for line in reads),
-        read_bytes_per_s=max((line.bytes_per_s for line in reads), default=0.0),
+        write_bytes_per_s=_rate(writes),
+        read_bytes_per_s=_rate(reads),
         stalled_s=sum(line.total_ms for line in summary.stalls) / 1e3,
         warnings=summary.warnings,
     )
+
+
+def _rate(flows: Iterable[FlowLine]) -> float:
+    """Return the rate of flows, without measurements of bandwidth, in which training takes no part."""
+    counted = [line for line in flows if not is_measurement(line.tier)]
+    busy_s = sum(line.busy_s for line in counted)
+    return sum(line.nbytes for line in counted) / busy_s if busy_s else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +118,7 @@ class JobSummary:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of activations that the known ranks have read from flash."""
+        """Bytes that the known ranks have read from flash."""
         return sum(line.read_bytes for line in self.ranks)
 
     def to_json(self) -> dict[str, Any]:
@@ -156,15 +169,10 @@ def _notes(job: JobSummary) -> Iterable[Text]:
     where = f" on {nodes} nodes" if nodes > 1 else ""
     yield Text(
         f"{len(job.ranks)} of {job.world_size} ranks{where}: {format_bytes(job.written_bytes)} written to"
-        f" flash, {format_bytes(job.read_bytes)} of activations read"
+        f" flash, {format_bytes(job.read_bytes)} read"
     )
-    rates = [line.read_bytes_per_s for line in job.ranks if line.read_bytes]
-    if len(rates) > 1:
-        mean, slowest = sum(rates) / len(rates), min(rates)
-        yield Text(
-            f"ranks read at {format_bandwidth(mean)} on average, the slowest at"
-            f" {format_bandwidth(slowest)}"
-        )
+    yield from _rates("read", {line.rank: line.read_bytes_per_s for line in job.ranks})
+    yield from _rates("write", {line.rank: line.write_bytes_per_s for line in job.ranks})
     if job.missing:
         numbers = ", ".join(map(str, job.missing[:MOST_LINES]))
         more = ", ..." if len(job.missing) > MOST_LINES else ""
@@ -178,3 +186,15 @@ def _notes(job: JobSummary) -> Iterable[Text]:
             said.setdefault(warning, []).append(line.rank)
     for warning, ranks in said.items():
         yield Text(f"warning: rank {', '.join(map(str, ranks))}: {warning}", style="yellow")
+
+
+def _rates(direction: str, rates: dict[int, float]) -> Iterable[Text]:
+    """Return the mean and the slowest rate of ranks that move anything, if there are two."""
+    moving = {rank: rate for rank, rate in rates.items() if rate}
+    if len(moving) > 1:
+        mean = sum(moving.values()) / len(moving)
+        slowest = min(moving, key=lambda rank: moving[rank])
+        yield Text(
+            f"ranks {direction} at {format_bandwidth(mean)} on average, the slowest, rank {slowest}, at"
+            f" {format_bandwidth(moving[slowest])}"
+        )
