@@ -46,6 +46,7 @@ SAVES = (
     + """
 flash, shared = sys.argv[sys.argv.index("--flash") + 1], sys.argv[sys.argv.index("--checkpoints") + 1]
 node = int(os.environ["SLURM_NODEID"])
+assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # restarts need it
 assert flash == f"{place}/node{node}"
 assert (numbers.local_processes(), numbers.world_size(), world) == (2, 4, 4)
 assert sorted(on_all((node, numbers.local_rank()))) == [(0, 0), (0, 1), (1, 0), (1, 1)]
