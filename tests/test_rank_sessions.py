@@ -2,10 +2,15 @@
 
 import json
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+import penstock
+from penstock.runtime import rank_store
 from rank_runs import end_ranks, start_ranks
 
 PROGRAM = Path(__file__).with_name("rank_session_program.py")
@@ -70,3 +75,30 @@ def test_a_rank_that_is_lost_is_missing_and_holds_up_nobody(disk_path, rank_1):
     assert told["job"]["missing"] == [1]
     assert "1 of 2 ranks: " in told["text"]
     assert "warning: no report of rank 1: " in told["text"]
+
+
+def test_ranks_of_two_agents_on_machines_of_one_name_meet_those_of_their_own(monkeypatch):
+    """As in containers, or with two agents on one machine: each agent has local ranks 0 and 1."""
+    monkeypatch.setattr(rank_store, "PATIENCE_S", 240)
+    shared, meetings = dist.HashStore(), []
+    for number, agent in enumerate("0011"):
+        numbers = {"RANK": number, "LOCAL_RANK": number % 2, "GROUP_RANK": agent}
+        for name, value in {**numbers, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        session = penstock.offload(policy="keep")
+        session._ranks = rank_store.RankStore(shared, number, 4, session=0)
+        meetings.append(session._local_ranks())
+    threads = [threading.Thread(target=each.meet) for each in meetings]
+    threads[0].start()
+    threads[2].start()
+    time.sleep(0.2)  # in which they would have met
+    assert threads[0].is_alive()
+    assert threads[2].is_alive()
+    threads[1].start()
+    threads[0].join()
+    threads[1].join()
+    assert threads[2].is_alive()
+    threads[3].start()
+    threads[2].join()
+    threads[3].join()
+    assert [each.ranks for each in meetings] == [2, 2, 2, 2]
