@@ -106,7 +106,51 @@ def test_fsdp2_trains_to_the_same_bits_with_uneven_shards_and_other_settings(dis
     rank_programs.run(disk_path, HELP + SAME_BITS)
 
 
-def test_a_model_goes_on_before_a_session_and_after_it_and_loads_states(disk_path):
+DCP = """
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from penstock.checkpoint.dcp import DcpReader, DcpWriter
+
+class OfTorch:
+    def save(self, state, path):
+        dcp.save(state, checkpoint_id=path)
+    def load(self, state, path):
+        dcp.load(state, checkpoint_id=path)
+
+class OfPenstock:
+    def save(self, state, path):
+        dcp.save(state, storage_writer=DcpWriter(path))
+    def load(self, state, path):
+        dcp.load(state, storage_reader=DcpReader(path))
+
+def loaded(model, files, path):
+    state = get_model_state_dict(model)
+    files.load(state, path)
+    set_model_state_dict(model, state)
+    return values_of(model)
+
+for files in (OfTorch(), OfPenstock()):
+    path = f"{place}/{type(files).__name__}"
+    model, fresh, resting = (sharded(wide()) for _ in range(3))
+    with session_of(model):
+        steps(model, sgd(model), 1)
+        files.save(get_model_state_dict(model), path)
+        expected = steps(model, sgd(model), 1, first=1)
+        after = values_of(model)
+    found = loaded(fresh, files, path)
+    assert any(not torch.equal(*each) for each in zip(found, after))
+    assert_same(steps(fresh, sgd(fresh), 1, first=1), expected)
+    assert_same(values_of(fresh), after)
+    with session_of(resting):
+        steps(resting, sgd(resting), 1, first=5)  # of which nothing is left
+        assert_same(loaded(resting, files, path), found)
+        assert_same(steps(resting, sgd(resting), 1, first=1), expected)
+        assert any(home_of(each) is not None for each in resting.parameters())
+    assert_same(values_of(resting), after)
+"""
+
+
+def test_a_model_goes_on_before_a_session_and_after_it_and_loads_states_and_checkpoints(disk_path):
     rank_programs.run(
         disk_path,
         HELP
@@ -132,7 +176,8 @@ def test_a_model_goes_on_before_a_session_and_after_it_and_loads_states(disk_pat
             for one, other in zip(*results, strict=True):
                 assert torch.equal(one, other)
             """
-        ),
+        )
+        + DCP,
     )
 
 
