@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 
 import pytest
 import torch
-from cli_processes import PENSTOCK, end, start, start_under
+from cli_processes import PENSTOCK, TIMEOUT_S, end, start, start_under
 
 import penstock
+import preloaded
 from penstock.report.run_file import read_run
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -34,11 +36,35 @@ TRAIN = """
         torch.distributed.destroy_process_group()
     """
 
+SHARDED = """
+    import os, torch
+    from torch.distributed.fsdp import fully_shard
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    # 2 MiB of each weight on a rank: less would stay in memory
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
+    for layer in (*model, model):
+        fully_shard(layer)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        seed = torch.Generator().manual_seed(10 * step + int(os.environ["RANK"]))
+        loss = model(torch.randn(16, 1024, generator=seed)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("loss", repr(loss.item()), flush=True)
+    for each in model.parameters():
+        print("sum", each.to_local().double().sum().item(), flush=True)
+    torch.distributed.destroy_process_group()
+    """
+
 
 @pytest.fixture
 def work(disk_path):
     (disk_path / "spill").mkdir()
     (disk_path / "train.py").write_text(textwrap.dedent(TRAIN))
+    (disk_path / "sharded.py").write_text(textwrap.dedent(SHARDED))
     return disk_path
 
 
@@ -113,8 +139,8 @@ def test_a_session_of_a_rank_writes_a_log_of_its_own(disk_path, monkeypatch):
     assert str(session.summary()).startswith("Penstock  rank 1: ")
 
 
-@pytest.fixture
-def agent():
+@contextmanager
+def agent_of_two():
     """The environment that torchrun's agent gives two ranks, with its store in this process."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     every = {
@@ -128,6 +154,12 @@ def agent():
     }
     yield [{**every, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
     del store
+
+
+@pytest.fixture
+def agent():
+    with agent_of_two() as ranks:
+        yield ranks
 
 
 def both_ranks(work, agent, *words, options):
@@ -147,15 +179,6 @@ def test_rank_0_prints_one_summary_of_the_job_and_the_others_their_first_lines(w
     assert "by the 2 ranks on this machine at once" in first.err
 
 
-def test_the_json_of_rank_0_has_the_job(work, agent):
-    first, second = both_ranks(work, agent, "train.py", options=(*BUDGET, "--json"))
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    job = json.loads(first.out)["job"]
-    assert [(line["rank"], line["steps"]) for line in job["ranks"]] == [(0, 2), (1, 2)]
-    assert job["missing"] == []
-    assert "job" not in json.loads(second.out)
-
-
 def test_each_rank_has_its_own_directory_and_its_part_of_the_memory_of_a_node(work, agent):
     (work / "other").mkdir()
     (work / "show.py").write_text(
@@ -167,6 +190,41 @@ def test_each_rank_has_its_own_directory_and_its_part_of_the_memory_of_a_node(wo
         each = {**agent[rank], "TORCHELASTIC_USE_AGENT_STORE": "False"}
         ended = end(start_under(work, "show.py", options=options, **each))
         assert ended.out == f"{work / name} {32 * 2**20}\n", ended.err
+
+
+def result_of(output):
+    return [line for line in output.splitlines() if line.startswith(("loss", "sum"))]
+
+
+def test_weights_and_states_of_fsdp2_on_flash_have_the_bits_of_plain_ranks_and_rank_0_tells_of_the_job(
+    work, agent
+):
+    words = ("--weights", "flash", "--weights-memory", "5MiB", "--optimizer-state", "flash")
+    words += ("--flash", "spill", "--flash-capacity", "1GiB", "--json")
+    with agent_of_two() as other:
+        pipe = subprocess.PIPE
+        ranks = [
+            preloaded.Process([work / "sharded.py"], stdout=pipe, env={**os.environ, **each})
+            for each in other
+        ]
+        ours = both_ranks(work, agent, "sharded.py", options=words)
+        plain = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+    assert [ended.code for ended in ours] == [0, 0], ours[0].err + ours[1].err
+    first, second = documents = [json.loads(ended.out) for ended in ours]
+    least = 3 * 4 * 2 * 2**20  # each weight's part in each step
+    for ended, expected, document in zip(ours, plain, documents, strict=True):
+        assert result_of(ended.err) == result_of(expected) != []
+        assert "AdamW: optimizer states: " in ended.err
+        summary = document["summary"]
+        assert {"weights", "gradients"} <= {line["client"] for line in summary["ssd_written"]}
+        flows = {(line["stage"], line["tier"]): line["nbytes"] for line in summary["flows"]}
+        assert flows["read", "weights"] >= least
+    job = first["job"]
+    assert [(line["rank"], line["steps"]) for line in job["ranks"]] == [(0, 3), (1, 3)]
+    assert all(line["read_bytes"] >= least for line in job["ranks"])
+    assert job["missing"] == []
+    assert "job" not in second
+    assert list((work / "spill").iterdir()) == []
 
 
 @pytest.mark.slow
