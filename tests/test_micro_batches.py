@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+import rank_programs
 from offload_runs import session_in
 from penstock import ConfigError, PenstockWarning, micro_batched
 from penstock.observe.recorder import Stage
@@ -633,3 +634,85 @@ def test_a_tensor_that_reaches_a_block_around_its_arguments_is_refused():
 
 def test_it_is_a_public_name():
     assert penstock.micro_batched is micro_batched
+
+
+def test_gradients_that_distributed_data_parallel_would_not_reduce_are_refused(disk_path):
+    rank_programs.run(
+        disk_path,
+        """
+        import contextlib, gc
+        from penstock import micro_batched
+
+        DDP = nn.parallel.DistributedDataParallel
+        torch.manual_seed(rank)
+        batch = torch.randn(8, 20)
+
+        def squared(x):
+            return x.square().mean()
+
+        def gradients(blocks, parts=2):
+            for block in blocks:
+                block.zero_grad()
+            (sum(micro_batched([*blocks, squared], batch, parts=parts)) / parts).backward()
+            return [each.grad for block in blocks for each in block.parameters()]
+
+        def refused(blocks, name, parts=2):
+            try:
+                micro_batched([*blocks, squared], batch, parts=parts)
+                raise AssertionError("it was not refused")
+            except ConfigError as error:
+                text = str(error)
+            assert f"the gradient of {name}, of shape (130, 20), " in text and "2 ranks" in text, text
+            assert "no_sync()" in text, text
+
+        # blocks of a module that is not called, and functions around them
+        first, second, third = network()
+        model = nn.Sequential(first, second, third)
+        parallel = DDP(model)
+        for parts in (1, 2):
+            refused(model, "module.0.weight", parts)
+            refused([lambda x: first(x), second, third], "module.0.weight", parts)
+        with torch.no_grad():
+            micro_batched([*model, squared], batch, parts=2)
+
+        # what the message says, against what the module does
+        with parallel.no_sync():
+            found = gradients(model)
+        for each in found:
+            dist.all_reduce(each.div_(world))
+        found = [each.clone() for each in found]
+        model.zero_grad()
+        for number, part in enumerate(batch.tensor_split(2)):
+            with parallel.no_sync() if number == 0 else contextlib.nullcontext():
+                (squared(parallel(part)) / 2).backward()
+        for mine, other in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, other.grad)
+
+        # the module is looked for again when the one that was found is gone
+        del parallel
+        gc.collect()
+        alone = gradients(model)
+        parallel = DDP(model)
+        del parallel
+        gc.collect()
+        assert_same(gradients(model), alone)
+
+        # a block is such a module itself: it is called once for each micro-batch, and reduces the first
+        blocks = [DDP(each) for each in network()]
+        refused(blocks, "module.weight")
+        found = [each.clone() for each in gradients(blocks, parts=1)]
+        assert on_all(found[0].tolist())[0] == found[0].tolist()
+
+        # a group of one rank has nothing to reduce
+        groups = [dist.new_group([each]) for each in range(world)]
+        model = network()
+        parallel = DDP(model, process_group=groups[rank])
+        gradients(model)
+
+        # a weight that the module leaves out
+        model = network()
+        DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
+        parallel = DDP(model)
+        gradients([model[0]])
+        """,
+    )

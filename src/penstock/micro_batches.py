@@ -18,24 +18,31 @@ the casts of leaves that autocast caches: there the loop sums in the lower preci
 
 from __future__ import annotations
 
+import gc
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice, repeat
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import get_device_states
+from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.errors import ConfigError, PenstockWarning
 
 _keeps_graph: Final[Callable[[], bool]] = torch._C._autograd._get_current_graph_task_keep_graph
 _next_number: Final[Callable[[], int]] = torch._C._autograd._get_sequence_nr
 """Return the number of this thread's next node of a graph."""
+_parallel_of: Final = WeakIdKeyDictionary()
+"""By weight: a weak reference to the ``DistributedDataParallel`` that has it; None: there was none."""
 
 
 def micro_batched(
@@ -66,7 +73,10 @@ def micro_batched(
       the order is another. A :class:`penstock.PenstockWarning` says so.
     - ``torch.autograd.grad`` and ``backward(inputs=...)`` do not see the weights: only ``backward()``
       does. ``create_graph`` is refused.
-    - ``DistributedDataParallel`` is not called, so it reduces nothing.
+    - ``DistributedDataParallel`` reduces nothing, because it is not called, or once for each micro-batch.
+      With weights of one this is refused, except within its ``no_sync()``: then average the gradients
+      yourself, after backward. One that was made after its weights were first used here, or that
+      ``gc.freeze`` hides, is not found.
 
     The order is that of GreedySnake (arXiv 2512.17570).
 
@@ -89,8 +99,9 @@ def micro_batched(
     Raises:
         ConfigError: There is no block; the batch cannot be cut into so many parts; no block takes one of
             the keywords; a block uses what another one computed and did not return; a weight that
-            several blocks use has a hook on its gradient, which would see a part of it; or
-            ``create_graph`` was asked for.
+            several blocks use has a hook on its gradient, which would see a part of it;
+            ``create_graph`` was asked for; or a ``DistributedDataParallel`` of several ranks would not
+            reduce the gradient of a weight.
     """
     stack = list(blocks)
     if not stack:
@@ -126,6 +137,8 @@ def micro_batched(
             stacklevel=2,
         )
     outputs = [value for value, _ in states]
+    if passes is not None:
+        _check_is_reduced(passes.weights(), called=_parallel_in(stack) if parts == 1 else [])
     return outputs if passes is None else passes.join(entering, outputs)
 
 
@@ -244,6 +257,11 @@ class _Passes:
             if getattr(node, "variable", None) is not self._anchor:
                 self._users.setdefault(node, set()).add(block)
 
+    def weights(self) -> list[Tensor]:
+        """Return the parameters that blocks have used, before ``join``."""
+        leaves = (node.variable for node in self._users if _is_leaf(node))
+        return [each for each in leaves if isinstance(each, torch.nn.Parameter)]
+
     def join(self, entering: list[list[Tensor]], outputs: list[Any]) -> list[Any]:
         """Return the outputs of the last block, as those of one node on ``entering``."""
         self._users = {node: users for node, users in self._users.items() if len(users) > 1}
@@ -318,6 +336,60 @@ def _intercepted(
             hooks.update(own)
         for handle in handles:
             handle.remove()
+
+
+def _check_is_reduced(weights: list[Tensor], *, called: list[DistributedDataParallel]) -> None:
+    """Raise ConfigError if a module that is not among ``called`` should reduce gradients of weights."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if not all(map(_is_known, weights)):
+        _look_for_parallel(weights)
+    for weight in weights:
+        reference = _parallel_of[weight]
+        parallel = None if reference is None else reference()
+        if parallel is None or parallel in called or not parallel.require_backward_grad_sync:
+            continue
+        ranks = dist.get_world_size(parallel.process_group)
+        if ranks > 1:
+            used = set(map(id, weights))
+            name, one = next(each for each in parallel.named_parameters() if id(each[1]) in used)
+            raise ConfigError(
+                f"micro_batched: the gradient of {name}, of shape {tuple(one.shape)}, would not be"
+                f" reduced over the {ranks} ranks of its DistributedDataParallel, which is not called"
+                " once for the whole batch: use its no_sync() around micro_batched, and average the"
+                " gradients after backward, as by torch.distributed.all_reduce"
+            )
+
+
+def _is_known(weight: Tensor) -> bool:
+    """Return False if no search has covered the weight, or the module that one has found is gone."""
+    if weight not in _parallel_of:
+        return False
+    reference = _parallel_of[weight]
+    return reference is None or reference() is not None
+
+
+def _look_for_parallel(weights: Iterable[Tensor]) -> None:
+    """Search all objects of Python for modules that have these weights, and note them."""
+    for weight in weights:
+        _parallel_of[weight] = None
+    for found in gc.get_objects():
+        if issubclass(type(found), DistributedDataParallel):
+            skipped = getattr(found, "parameters_to_ignore", ())
+            for name, weight in found.named_parameters():
+                if name.removeprefix("module.") not in skipped:
+                    _parallel_of[weight] = weakref.ref(found)
+
+
+def _parallel_in(blocks: Iterable[Any]) -> list[DistributedDataParallel]:
+    """Return each ``DistributedDataParallel`` that is a block, or a part of one."""
+    modules = (block for block in blocks if isinstance(block, torch.nn.Module))
+    return [
+        part
+        for each in modules
+        for part in each.modules()
+        if isinstance(part, DistributedDataParallel)
+    ]
 
 
 def _below(node: Any) -> list[Any]:
