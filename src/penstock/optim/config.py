@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import given_paths
@@ -60,6 +60,11 @@ class StatesConfig:
     """Clip the gradients' 2-norm to this. With ``overlap`` the norm is that of the step before, since
     this one's is not known in time."""
 
+    clip_group: Any = None
+    """Process group of ``torch.distributed`` over whose ranks the norm of ``clip_norm`` is taken, for
+    ranks with different parameters, as the stages of a pipeline; all of them call ``step``. DTensors need
+    none: their norm is that of all ranks anyway."""
+
     threads: int | None = None
     """Tiles updated at once; ``None``: two, or one with ``overlap`` or on one core."""
 
@@ -97,8 +102,25 @@ class StatesConfig:
                 raise ConfigError(f"{name}={value} must be 1 or more")
         if self.accumulation > 1 and not self.overlap:
             raise ConfigError("accumulation is told only with overlap=True: step() knows otherwise")
+        self._check_clipping()
+
+    def _check_clipping(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm} must be more than 0")
+        if self.clip_group is None:
+            return
+        if self.clip_norm is None:
+            raise ConfigError(
+                "clip_group says over which ranks clip_norm=... is the norm; set that too"
+            )
+        from torch import distributed  # noqa: PLC0415  (there is none without a group)
+
+        is_group = isinstance(self.clip_group, distributed.ProcessGroup)
+        if not is_group or distributed.get_rank(self.clip_group) < 0:
+            raise ConfigError(
+                f"clip_group is {self.clip_group!r}, but must be a process group of torch.distributed"
+                " that this rank is in"
+            )
 
     @property
     def directories(self) -> tuple[str, ...]:

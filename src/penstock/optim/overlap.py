@@ -196,6 +196,8 @@ class Overlap:
                 states.mark_inconsistent(failure)
             self._give_up()
             raise failure
+        # once, as other ranks do whose passes have begun in backward
+        has_norm = step is None
         if step is None:
             step = states.begin_pass()
             states.begin_visits(states.order(step.grads))
@@ -211,7 +213,7 @@ class Overlap:
                 states.mark_inconsistent(error)
             self._give_up()
             raise
-        if states.config.clip_norm is not None:
+        if states.config.clip_norm is not None and not has_norm:
             states.note_norm(step.grads, self._norms)
         states.end_pass(step, begun)
         self._order = [states.tiles[index] for index in self.updates]

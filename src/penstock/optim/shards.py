@@ -192,6 +192,22 @@ def total_norm(params: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Tensor:
     return torch.tensor(total, dtype=torch.float64).sqrt().float()
 
 
+def norm_over(group: Any, mine: Tensor | None) -> Tensor:
+    """Return the 2-norm of what the ranks of a group have together, added in the order of ranks.
+
+    Args:
+        group: Process group of ``torch.distributed``.
+        mine: Norm on this rank; None if it has no gradient.
+
+    Returns:
+        A float32 scalar on the host, with the same bits on all of them.
+    """
+    norms: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(norms, 0.0 if mine is None else float(mine), group=group)
+    total = sum(norm**2 for norm in norms)
+    return torch.tensor(total, dtype=torch.float64).sqrt().float()
+
+
 def common_step(own: Sequence[int]) -> int:
     """Return the newest step that all ranks have; with a single process its own newest.
 

@@ -37,7 +37,7 @@ from penstock.optim.params import Groups, Tile, fresh_scalars, options_of
 from penstock.optim.pipeline import RecordBuffer, TilePipeline
 from penstock.optim.pool import make_pool, wait_for_all
 from penstock.optim.probe import ProbedOptimizer
-from penstock.optim.shards import common_step, total_norm
+from penstock.optim.shards import common_step, norm_over, total_norm
 from penstock.optim.squeeze import Squeezer, slack_bytes
 from penstock.optim.store import RecordStore
 from penstock.optim.update import UpdatePass, Updater
@@ -244,9 +244,14 @@ class FlashStates:
         factor = None
         if self.config.clip_norm is not None:
             self.note_norm(grads, {})
-            factor = self.factor_of(self.last_norm) if self._is_sharded or grads else None
+            factor = self.factor_of(self.last_norm) if self._has_common_norm or grads else None
         self.note_begun()
         return self.make_pass(grads, factor)
+
+    @property
+    def _has_common_norm(self) -> bool:
+        """Return whether the norm is of several ranks, of which some may have no gradient."""
+        return self.config.clip_group is not None or self._is_sharded
 
     @property
     def _is_sharded(self) -> bool:
@@ -372,18 +377,24 @@ class FlashStates:
             grads: By parameter.
             known: Norms of some of them, by parameter.
         """
+        norm = self._norm_of(grads, known)
+        if self.config.clip_group is not None:
+            norm = norm_over(self.config.clip_group, norm)
+        if norm is not None:
+            self.last_norm = norm
+
+    def _norm_of(self, grads: Mapping[int, Tensor], known: Mapping[int, Tensor]) -> Tensor | None:
+        """Return the norm without other ranks of ``clip_group``; None if there is no gradient."""
         in_order = sorted(grads.items())  # so that the sum is the same with overlap
         if not known and not self._is_sharded:
-            if grads:
-                self.last_norm = torch.nn.utils.get_total_norm([grad for _, grad in in_order])
-            return
+            return torch.nn.utils.get_total_norm([grad for _, grad in in_order]) if grads else None
         norms = {i: known[i] if i in known else torch.linalg.vector_norm(g) for i, g in in_order}
         if self._is_sharded:
-            self.last_norm = total_norm([param.tensor for param in self.params], norms)
-        else:
-            found = list(norms.values())
-            together = torch.stack([norm.to(found[0].device) for norm in found])
-            self.last_norm = torch.linalg.vector_norm(together)
+            return total_norm([param.tensor for param in self.params], norms)
+        found = list(norms.values())
+        together = torch.stack([norm.to(found[0].device) for norm in found])
+        whole: Tensor = torch.linalg.vector_norm(together)
+        return whole
 
     def _run(self, tiles: Iterable[Tile], visit: Callable[[Tile], None]) -> None:
         futures = [self.pool.submit(visit, tile) for tile in tiles]
