@@ -1,6 +1,7 @@
 """Bytes that ranks move to and from flash are those that ``penstock plan --ranks`` foretells."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -53,26 +54,38 @@ import penstock
 from penstock.observe.recorder import Stage
 sys.path.insert(0, place)
 from counted_network import build
-torch.manual_seed(0)
-model = sharded(build(1)[0])
-a = FlashAdamW(model.parameters(), lr=1e-2, flash=flash, tile=int(sys.argv[3]), overlap=True)
-def moved():
-    totals = session.recorder.snapshot()
-    return [totals.flow(each, "weights").nbytes for each in (Stage.READ, Stage.WRITE)]
 
-with penstock.offload(
-    model, weights="flash", weights_memory=int(sys.argv[4]), flash=flash,
-    device_memory="64MiB", flash_capacity="64MiB",
-) as session:
-    before = moved()
-    for step in range(int(sys.argv[5])):
-        model(torch.randn(4, 1024)).square().mean().backward()
-        a.step()
-        a.zero_grad()
-a.close()
+def counted(limit, steps):
+    torch.manual_seed(0)
+    model = build(1)[0]
+    if sys.argv[3] == "fsdp2":
+        model = sharded(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    a = FlashAdamW(model.parameters(), lr=1e-2, flash=flash, tile=int(sys.argv[4]), overlap=True)
+    if sys.argv[3] == "ddp":
+        a.update_after(model)
+    def moved():
+        totals = session.recorder.snapshot()
+        return [totals.flow(each, "weights").nbytes for each in (Stage.READ, Stage.WRITE)]
+
+    with penstock.offload(
+        model, weights="flash", weights_memory=limit, flash=flash,
+        device_memory="64MiB", flash_capacity="64MiB",
+    ) as session:
+        before, found = moved(), []
+        for step in range(steps):
+            model(torch.randn(4, 1024)).square().mean().backward()
+            a.step()
+            a.zero_grad()
+            found.append([after - each for after, each in zip(moved(), before)])
+    a.close()
+    return found
+
 with open(f"{place}/moved{rank}.json", "w") as file:
-    json.dump([after - each for after, each in zip(moved(), before)], file)
+    json.dump([counted(int(limit), int(sys.argv[5])) for limit in sys.argv[6:]], file)
 """
+STEPS = 4
 
 
 def planned(capsys, path, world, parallel, *more):
@@ -112,21 +125,46 @@ def test_ranks_move_the_bytes_of_the_plan(capsys, disk_path, world, parallel):
         ]
 
 
+def moved_weights(capsys, place, world, parallel, limits):
+    """The plan, and by rank and limit bytes read and written until the end of each step."""
+    path = written_network(place, WEIGHT_WIDTH)
+    step = planned(capsys, path, world, parallel, "--weights", "flash")["step"]["moved"]
+    words = (parallel, 64 * TILE, STEPS, *limits)
+    rank_programs.run(place, WEIGHTS, world, *map(str, words))
+    return step, [json.loads((place / f"moved{rank}.json").read_text()) for rank in range(world)]
+
+
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_move_the_weights_of_the_plan_but_for_what_is_still_in_memory(
     capsys, disk_path, world
 ):
-    """Where forward and backward meet, and steps, as many as the limit allows need not be moved."""
-    path = written_network(disk_path, WEIGHT_WIDTH)
+    """Where forward and backward meet, and steps, as many as the limit allows need not be moved.
+
+    With the least limit, what FSDP2 gathers at once, when a part may stay is a matter of time. With room
+    for one more, a step moves nothing but what does not fit, once each way.
+    """
     part = WEIGHT_WIDTH**2 * 4 // world
-    limit, steps = 2 * part, 4
-    step = planned(capsys, path, world, "fsdp2", "--weights", "flash")["step"]["moved"]
+    step, ranks = moved_weights(capsys, disk_path, world, "fsdp2", [2 * part, 3 * part])
     assert DEPTH * part <= step["weights_read"] < 2 * DEPTH * part
     assert step["weights_written"] == DEPTH * part
-    words = (str(64 * TILE), str(limit), str(steps))
-    rank_programs.run(disk_path, WEIGHTS, world, *words)
-    for rank in range(world):
-        read, written = json.loads((disk_path / f"moved{rank}.json").read_text())
-        assert read % part == written % part == 0
-        assert 0 <= steps * step["weights_written"] - written <= limit
-        assert steps * step["weights_read"] <= read <= steps * 2 * DEPTH * part
+    for least, larger in ranks:
+        read, written = least[-1]
+        assert read % part == 0
+        assert written == STEPS * step["weights_written"] - 2 * part  # which stay at the end
+        for before, after in pairwise(least[1:]):
+            assert step["weights_read"] <= after[0] - before[0] < 2 * DEPTH * part
+        excess = 2 * (DEPTH - 3) * part
+        for before, after in pairwise(larger):
+            assert [after[0] - before[0], after[1] - before[1]] == [excess, excess]
+
+
+def test_replicas_move_the_weights_of_the_plan(capsys, disk_path):
+    """Each moves all; a weight that leaves before it is updated, tile by tile, comes once more."""
+    whole = WEIGHT_WIDTH**2 * 4
+    step, ranks = moved_weights(capsys, disk_path, 2, "ddp", [2 * whole])
+    assert step["weights_written"] == DEPTH * whole
+    for ((*_, (read, written)),) in ranks:
+        assert read % whole == written % whole == 0
+        assert STEPS * step["weights_read"] <= read <= STEPS * 3 * DEPTH * whole
+        assert STEPS * step["weights_written"] - 2 * whole <= written
+        assert written <= STEPS * 2 * step["weights_written"]
