@@ -266,7 +266,7 @@ class Session:
 
             self._rss = RssSampler(self.recorder)
         self._number = next(_numbers)
-        self._find_ranks()
+        self._find_ranks(by_agent=True)
         if config.flash_by_rank:
             share_flash(ranks_on_flash(config))
         open_account(self.recorder, self._waiting)
@@ -332,16 +332,20 @@ class Session:
             return nullcontext()
         return self.executor.time.waiting(self.recorder, cause, name)
 
-    def _find_ranks(self) -> None:
+    @property
+    def ranks(self) -> RankStore | None:
+        """The store that the ranks of this job share; None if there is none by now."""
+        if self._ranks is None:
+            self._find_ranks()
+        return self._ranks
+
+    def _find_ranks(self, *, by_agent: bool = False) -> None:
         """Find the store that the ranks of this job share, if there is one by now."""
         dist = torch.distributed
-        is_opening = self._steps == 0
-        if (dist.is_available() and dist.is_initialized()) or (
-            self._rank is not None and is_opening
-        ):
+        if (dist.is_available() and dist.is_initialized()) or (self._rank is not None and by_agent):
             from penstock.runtime.rank_store import RankStore  # noqa: PLC0415  (only for ranks)
 
-            self._ranks = RankStore.find(session=self._number, by_agent=is_opening)
+            self._ranks = RankStore.find(session=self._number, by_agent=by_agent)
 
     def _local_ranks(self) -> Meeting:
         """Return the meeting of the ranks on this machine, which measure bandwidth at once."""

@@ -4,8 +4,11 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 PENSTOCK = {
     "command": [sys.executable, str(Path(sys.executable).with_name("penstock"))],
@@ -63,3 +66,20 @@ def both(cwd, *words, entry="command", **environment):
     if under.err.endswith(NOTICE):
         under = End(under.code, under.out, under.err.removesuffix(NOTICE))
     return plain, under
+
+
+@contextmanager
+def agent_of_two_ranks():
+    """The environment that torchrun's agent gives each of two ranks, with its store in this process."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    every = {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    yield [{**every, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
+    del store

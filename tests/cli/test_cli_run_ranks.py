@@ -6,11 +6,10 @@ import socket
 import subprocess
 import sys
 import textwrap
-from contextlib import contextmanager
 
 import pytest
 import torch
-from cli_processes import PENSTOCK, TIMEOUT_S, end, start, start_under
+from cli_processes import PENSTOCK, TIMEOUT_S, agent_of_two_ranks, end, start, start_under
 
 import penstock
 import preloaded
@@ -139,26 +138,9 @@ def test_a_session_of_a_rank_writes_a_log_of_its_own(disk_path, monkeypatch):
     assert str(session.summary()).startswith("Penstock  rank 1: ")
 
 
-@contextmanager
-def agent_of_two():
-    """The environment that torchrun's agent gives two ranks, with its store in this process."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    every = {
-        **ONE_THREAD,
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    yield [{**every, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
-    del store
-
-
 @pytest.fixture
 def agent():
-    with agent_of_two() as ranks:
+    with agent_of_two_ranks() as ranks:
         yield ranks
 
 
@@ -201,7 +183,7 @@ def test_weights_and_states_of_fsdp2_on_flash_have_the_bits_of_plain_ranks_and_r
 ):
     words = ("--weights", "flash", "--weights-memory", "5MiB", "--optimizer-state", "flash")
     words += ("--flash", "spill", "--flash-capacity", "1GiB", "--json")
-    with agent_of_two() as other:
+    with agent_of_two_ranks() as other:
         pipe = subprocess.PIPE
         ranks = [
             preloaded.Process([work / "sharded.py"], stdout=pipe, env={**os.environ, **each})

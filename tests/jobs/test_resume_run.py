@@ -12,11 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from offload_runs import session_in
 from penstock.checkpoint import Checkpointer, training_state
 from penstock.checkpoint.listeners import listeners
 from penstock.core.errors import CheckpointError, ConfigError, SuspendError
+from penstock.runtime.rank_store import RankStore
+from penstock.session import Session
 from penstock.swap.resume_record import ResumeFile, ResumeRecord
 from penstock.swap.signals import StepSuspender
 
@@ -329,3 +332,66 @@ def test_of_two_optimizers_of_a_kind_both_are_compared(disk_path, keeper_for):
     ours[0].state[model.weight]["momentum_buffer"].add_(1)
     with pytest.raises(SuspendError, match=r"1 of \d+ parts .*: SGD.state.0.momentum_buffer"):
         keeper_for(resume=True).step_over(job, 1)
+
+
+# -- with other ranks -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranks_of_job(monkeypatch):
+    """``ranks_of_job(size)``: sessions in this process are rank 0; returns the stores of all ranks."""
+
+    def make(size):
+        store = dist.HashStore()
+        ranks = [RankStore(store, number, size, session=0) for number in range(size)]
+        monkeypatch.setattr(Session, "ranks", ranks[0])
+        return ranks
+
+    return make
+
+
+def test_with_other_ranks_it_sleeps_a_step_after_its_checkpoint(
+    disk_path, keeper_for, ranks_of_job
+):
+    ranks_of_job(1)  # which agrees with itself
+    with Checkpointer(disk_path / "run") as checkpoints:
+        keeper = keeper_for()
+        keeper.opened()
+        expected = training(disk_path, keeper, steps=7, sleep_at=2, checkpoints=checkpoints)
+        assert any("suspended process" in line for line in keeper_lines)
+        record = json.loads((disk_path / "kept/run.json").read_text())
+        assert (record["kind"], record["step"]) == ("checkpoint", 4)
+        listeners.clear()
+        again = training(disk_path, keeper_for(resume=True), steps=7, checkpoints=checkpoints)
+        assert torch.equal(again, expected)
+
+
+def test_a_rank_that_reaches_no_other_says_so_when_it_sleeps(disk_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    training(disk_path, None, steps=4, sleep_at=2)
+    assert "only this rank sleeps" in keeper_lines[0]
+    assert "suspended process" in keeper_lines[1]
+
+
+def test_ranks_that_have_loaded_different_steps_are_refused(disk_path, keeper_for, ranks_of_job):
+    with Checkpointer(disk_path / "run") as checkpoints:
+        keeper = keeper_for()
+        keeper.opened()
+        training(disk_path, keeper, steps=5, sleep_at=2, checkpoints=checkpoints)
+        listeners.clear()
+        _, other = ranks_of_job(2)
+        other.publish("loaded step", "2")
+        with pytest.raises(SuspendError, match=r"\(rank 0: step 3, rank 1: step 2\)"):
+            training(disk_path, keeper_for(resume=True), steps=5, checkpoints=checkpoints)
+
+
+def test_a_rank_without_a_checkpointer_follows_the_others(disk_path, keeper_for, ranks_of_job):
+    """Its steps are no more those of its record, so that is not compared."""
+    training(disk_path, keeper_for(), steps=5, sleep_at=2)
+    _, other = ranks_of_job(2)
+    other.publish("loaded step", "7")
+    listeners.clear()
+    training(disk_path, keeper_for(resume=True), steps=5, seed=1)
+    (told,) = keeper_for.lines
+    assert "resumed with the checkpoint of step 7 that other ranks have loaded" in told

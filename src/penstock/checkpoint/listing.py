@@ -50,6 +50,13 @@ def name_of_step(step: int) -> str:
     return _NAME.format(step)
 
 
+def step_of(path: str) -> int:
+    """Return the step of a checkpoint in a directory of a run."""
+    match = _PATTERN.fullmatch(os.path.basename(path))
+    assert match is not None
+    return int(match[1])
+
+
 def listing(directory: str | os.PathLike[str]) -> list[Info]:
     """List the checkpoints of a directory, the latest step first, without reading their data.
 

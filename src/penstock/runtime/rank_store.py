@@ -31,6 +31,8 @@ PATIENCE_S: Final = 10.0
 _SHORT_S: Final = 2.0
 """Longest time for an operation that waits for no other rank."""
 _LOOK_AGAIN_S: Final = 0.02
+_GLANCE_S: Final = 0.001
+"""Longest time that training waits for a glance at the store."""
 _MEET_AGAIN_S: Final = 0.0005
 
 
@@ -72,6 +74,8 @@ class RankStore:
         self._store = store
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_lost = False
+        self._glanced = ""
+        self._glance: threading.Event | None = None
         threading.Thread(
             target=_serve, args=(self._calls,), name="penstock ranks", daemon=True
         ).start()
@@ -126,12 +130,48 @@ class RankStore:
             lambda: self._meet(place, count, deadline), patience_s + _SHORT_S, default=False
         )
 
+    def exchange(self, name: str, expected: str, text: str) -> str | None:
+        """Set a text of the whole job in place of the expected one, and of no other.
+
+        Args:
+            name: Name of the text.
+            expected: Text that is replaced; "" if there is none yet.
+            text: New text. With "" for both, nothing changes.
+
+        Returns:
+            The text that is there then; None if the store is lost.
+        """
+        return self._call(lambda: self._exchange(name, expected, text), _SHORT_S, default=None)
+
+    def glance(self, name: str) -> str:
+        """Return the text of the whole job that is there, or was when this was called before.
+
+        Waits a millisecond at most, also for a store that hangs. For one name only.
+        """
+        if self._glance is None and not self._is_lost:
+            self._glance = done = threading.Event()
+            self._calls.put(lambda: self._glance_at(name, done))
+            done.wait(_GLANCE_S)
+        if self._glance is not None and self._glance.is_set():
+            self._glance = None
+        return self._glanced
+
     def _key(self, name: str, number: int) -> str:
         return f"{self._prefix}/{name}/{number}"
 
     def _set(self, name: str, text: str) -> bool:
         self._store.set(self._key(name, self.rank), text)
         return True
+
+    def _exchange(self, name: str, expected: str, text: str) -> str:
+        key = f"{self._prefix}/{name}"
+        there: bytes = self._store.compare_set(key, expected, text)
+        return there.decode()
+
+    def _glance_at(self, name: str, done: threading.Event) -> None:
+        with suppress(RuntimeError, ValueError, OSError):
+            self._glanced = self._exchange(name, "", "")
+        done.set()
 
     def _collect(self, name: str, deadline: float) -> dict[int, str]:
         found: dict[int, str] = {}

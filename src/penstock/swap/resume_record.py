@@ -7,6 +7,8 @@
     1. With a ``Checkpointer``. When the run is to sleep, the Checkpointer is ``due``; the script saves
        its state, and sleeps when the checkpoint is durable. A new process loads it and continues from
        that step, or from a later checkpoint if the run was woken and has saved others since.
+       With other ranks it sleeps a step later: they may need each other to save, and no rank sleeps while
+       another one trains.
     2. Without one. When the run sleeps, checksums of all tensors and random generators are written. A new
        process repeats all steps and is compared there: it must be the same to the last bit. That takes as
        long as the first time, and fails if the script is not deterministic.
@@ -20,25 +22,31 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import xxhash
 
 from penstock.checkpoint import Rng
 from penstock.checkpoint.listeners import listeners
-from penstock.checkpoint.listing import info_of, steps_in
+from penstock.checkpoint.listing import info_of, step_of, steps_in
 from penstock.checkpoint.reader import OpenCheckpoint
 from penstock.core.errors import CheckpointError, ConfigError, PenstockError, SuspendError
 from penstock.core.files import absolute_path, open_regular, parse_json
 from penstock.core.fs import FileLock, write_durably
 from penstock.core.units import MIB
 from penstock.swap import RECORD_FILE
+from penstock.swap.loaded_steps import LoadedSteps
 from penstock.swap.state import tensors_of
 from penstock.swap.suspend import Suspendable
 
+if TYPE_CHECKING:
+    from penstock.runtime.rank_store import RankStore
+
 _SCHEMA: Final = 1
 _SHOWN: Final = 3
+_COMPARED_STEPS: Final = 2
+"""Steps after which ranks compare what they have loaded: by the second each has told it at its first."""
 _MOST_BYTES: Final = 64 * MIB
 
 
@@ -126,7 +134,11 @@ class ResumeFile:
 
 
 class ResumeRecord:
-    """Makes a sleeping run resumable by another process. For the training thread."""
+    """Makes a sleeping run resumable by another process. For the training thread.
+
+    Attributes:
+        has_checkpointer: True if the script has opened a Checkpointer.
+    """
 
     def __init__(self, record: ResumeFile, *, resume: bool, tell: Callable[[str], None]) -> None:
         """Register as a listener of Checkpointers.
@@ -142,7 +154,8 @@ class ResumeRecord:
         """
         self._record = record
         self._tell = tell
-        self._knows_checkpointer = self._pending = False
+        self.has_checkpointer = self._pending = False
+        self._loaded_steps = LoadedSteps(tell=tell) if resume else None
         self._saved: dict[str, Any] | None = None
         self._sleep: Callable[[str, object], None] | None = None
         self._loaded = ""  # the last checkpoint that the script loaded
@@ -152,30 +165,44 @@ class ResumeRecord:
             _check_exists(self._before, record)
         listeners.append(self)
 
-    def set_sleep(self, sleep: Callable[[str, object], None]) -> None:
-        """Set the function that suspends the job, given the path and state of a checkpoint."""
+    def set_sleep(self, sleep: Callable[[str, object], None] | None) -> None:
+        """Set the function that suspends the job, given the path and state of a checkpoint.
+
+        With None the job is suspended after the step that follows the checkpoint.
+        """
         self._sleep = sleep
+
+    def set_ranks(self, ranks: Callable[[], RankStore | None]) -> None:
+        """Set the function that returns the store of the job's ranks, if there is one by now."""
+        if self._loaded_steps is not None:
+            self._loaded_steps.ranks = ranks
 
     # -- as a listener --------------------------------------------------------------------------------
 
     def opened(self) -> None:
         """Note that there is a Checkpointer."""
-        self._knows_checkpointer = True
+        self.has_checkpointer = True
+        if self._loaded_steps is not None:
+            self._loaded_steps.note(None)
 
     def wants_save(self) -> bool:
         """Return whether the Checkpointer is to save."""
-        return self._pending
+        return self._pending and self._saved is None
 
     def saved(self, path: str, step: int, state: object) -> None:
         """Suspend the job, if it waits for this checkpoint to be durable."""
-        if self._pending and self._sleep is not None:
+        if not self._pending:
+            return
+        self._saved = {"path": path, "step": step}
+        if self._sleep is not None:
             self._pending = False
-            self._saved = {"path": path, "step": step}
             self._sleep(path, state)
 
     def loaded(self, path: str) -> None:
         """Note that the script has loaded a checkpoint."""
         self._loaded = path
+        if self._loaded_steps is not None:
+            self._loaded_steps.note(step_of(path))
         before = self._before
         if before is None or before["kind"] != "checkpoint":
             return
@@ -193,8 +220,10 @@ class ResumeRecord:
         """Compare the run with the record, at the step after which it was suspended.
 
         Raises:
-            SuspendError: The bits differ.
+            SuspendError: The bits differ, or other ranks have loaded another checkpoint.
         """
+        if self._loaded_steps is not None and steps <= _COMPARED_STEPS:
+            self._compare_ranks(self._loaded_steps)
         before = self._before
         if before is None:
             return
@@ -216,6 +245,18 @@ class ResumeRecord:
                 )
             self._tell(f"resumed: {steps} steps were repeated, and all bits are the same")
 
+    def _compare_ranks(self, loaded_steps: LoadedSteps) -> None:
+        """Check that all ranks have loaded the same step, and follow them if only others load one."""
+        step = loaded_steps.common()
+        before = self._before
+        if step is None or self.has_checkpointer or before is None or before["kind"] != "replay":
+            return
+        self._before = None
+        self._tell(
+            f"resumed with the checkpoint of step {step} that other ranks have loaded; this rank has no"
+            " Checkpointer, so nothing is compared"
+        )
+
     def _reason_of_mismatch(self) -> str:
         """Return the reason for different bits, and what to do."""
         if self._loaded:
@@ -229,9 +270,13 @@ class ResumeRecord:
             f" resumed: {self._record.restart_advice}, or use a Checkpointer in it"
         )
 
-    def waits_for_checkpoint(self) -> bool:
-        """Return whether to wait for a checkpoint: until it is saved, or at most for one more step."""
-        self._pending = self._knows_checkpointer and not self._pending
+    def waits_for_checkpoint(self, *, of_others: bool = False) -> bool:
+        """Return whether to wait for a checkpoint: until it is saved, or at most for one more step.
+
+        Args:
+            of_others: Another rank has a Checkpointer.
+        """
+        self._pending = (self.has_checkpointer or of_others) and not self._pending
         return self._pending
 
     def write(self, job: Suspendable, steps: int) -> None:
@@ -246,7 +291,7 @@ class ResumeRecord:
             return
         if self._before is not None:
             return  # it repeats steps: the existing record is of a later step, and stays
-        if self._knows_checkpointer:
+        if self.has_checkpointer:
             self._tell(
                 "sleeps without a checkpoint: the script did not call its Checkpointer's due()"
             )
@@ -268,6 +313,7 @@ class ResumeRecord:
     def cancel(self) -> None:
         """Cancel a pending sleep."""
         self._pending = False
+        self._saved = None
 
     def finish(self, code: int) -> None:
         """Handle the end of the script."""

@@ -1,8 +1,9 @@
 """Suspending an unchanged script at the end of a step, by a signal or by its manager.
 
 SIGUSR1 suspends it and SIGUSR2 resumes it; a manager of jobs does the same through a file ([Note:
-channel]). The script's own thread suspends the job between two steps, and waits there. An exception that
-ends the wait, such as Ctrl-C, is raised in the script after its memory has been restored.
+channel]). The ranks of a job sleep together ([Note: one step for all ranks]). The script's own thread
+suspends the job between two steps, and waits there. An exception that ends the wait, such as Ctrl-C, is
+raised in the script after its memory has been restored.
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from penstock.core.errors import PenstockError
 from penstock.core.process import fork_guard
+from penstock.core.ranks import rank
 from penstock.core.units import MIB, format_bytes
 from penstock.swap.channel import JobEnd
 from penstock.swap.pending_signals import PendingSignals
 from penstock.swap.resume_record import ResumeRecord
+from penstock.swap.sleep_agreement import SleepAgreement
 from penstock.swap.suspend import Suspendable, resume, suspend
+
+if TYPE_CHECKING:
+    from penstock.runtime.rank_store import RankStore
 
 _POLL_S: Final = 0.02
 """Interval at which a sleeping job polls for its wake-up: a signal handler must not take locks."""
@@ -34,6 +40,10 @@ class Stepping(Suspendable, Protocol):
 
     on_step: Callable[[], None] | None
     """Function that the training thread calls between two steps."""
+
+    @property
+    def ranks(self) -> RankStore | None:
+        """Store of the job's ranks; None without other ranks, or before they can be reached."""
 
 
 class StepSuspender:
@@ -67,8 +77,10 @@ class StepSuspender:
         self._channel = channel
         self._record = record
         self._steps = 0
+        self._agreement: SleepAgreement | None = None
         if record is not None:
             record.set_sleep(self._sleep_with)
+            record.set_ranks(lambda: job.ranks)
         self._refused = -1
         self._prefetch_failed = False
         self._reported_s = 0.0
@@ -78,6 +90,8 @@ class StepSuspender:
 
     @property
     def _is_to_sleep(self) -> bool:
+        if self._agreement is not None:
+            return self._agreement.holds()
         if self._channel is None:
             return self.signals.asked
         order = self._channel.look()
@@ -97,17 +111,38 @@ class StepSuspender:
         record = self._record
         if record is not None:
             record.step_over(self._job, self._steps)
-        if not self._is_to_sleep:
+        if not self._is_due():
             if record is not None:
                 record.cancel()
-        elif record is None or not record.waits_for_checkpoint():
+        elif record is None or not record.waits_for_checkpoint(of_others=self._others_save):
             self._sleep()
+
+    def _is_due(self) -> bool:
+        """Return whether to sleep, or to save and then sleep, after this step."""
+        ranks = self._job.ranks if self._channel is None and self._agreement is None else None
+        if ranks is not None:
+            self._agreement = SleepAgreement(ranks, self.signals, tell=self._tell)
+            if self._record is not None:
+                self._record.set_sleep(None)  # others would wait for this rank in the next step
+        if self._agreement is None:
+            return self._is_to_sleep
+        saves = self._record is not None and self._record.has_checkpointer
+        return self._agreement.is_due(self._steps, has_checkpointer=saves)
+
+    @property
+    def _others_save(self) -> bool:
+        return self._agreement is not None and self._agreement.saves
 
     def _sleep_with(self, checkpoint: str, state: object) -> None:
         """Sleep after a checkpoint that was saved for it."""
         self._sleep(checkpoint=checkpoint, state=state)
 
     def _sleep(self, **known: Any) -> None:
+        if self._agreement is None and self._channel is None and rank() is not None:
+            self._tell(
+                "only this rank sleeps, because without a process group or torchrun's agent the ranks"
+                " cannot agree on a step: send the signal to every rank"
+            )
         try:
             with _signals_deferred():
                 if self._record is not None:
@@ -121,6 +156,8 @@ class StepSuspender:
         finally:
             self.signals.asked = False
             with _signals_deferred():
+                if self._agreement is not None:
+                    self._agreement.end()
                 self._resume()
 
     def _count(self) -> None:
@@ -157,6 +194,8 @@ class StepSuspender:
             if self._channel is None
             else "its manager wakes it"
         )
+        if self._agreement is not None:
+            wake += " and all other ranks"
         self._tell(
             f"suspended process {self._guard.pid}: {format_bytes(suspended.nbytes)} on flash, after"
             f" {took:.1f} s; {wake}"

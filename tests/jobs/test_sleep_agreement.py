@@ -1,0 +1,383 @@
+"""Ranks agree on the step after which all of them sleep: threads in place of ranks, with a store."""
+
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from penstock.runtime import rank_store
+from penstock.runtime.rank_store import RankStore
+from penstock.swap import sleep_agreement
+from penstock.swap.sleep_agreement import SleepAgreement, SleepOrder
+
+LONG_S = 20
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(sleep_agreement, "_LOOK_S", 0.01)
+    monkeypatch.setattr(sleep_agreement, "_PATIENCE_S", 0.03)
+    monkeypatch.setattr(sleep_agreement, "_POLL_S", 0.001)
+
+
+class Rank:
+    """One rank: its signals, what it tells, and the order and step of each sleep."""
+
+    def __init__(self, store, number, size, *, has_checkpointer=False):
+        self.signals = SimpleNamespace(asked=False, wakes=0)
+        self.told, self.slept = [], []
+        self.is_asleep = threading.Event()
+        self.steps = 0
+        ranks = RankStore(store, number, size, session=0)
+        self.agreement = SleepAgreement(ranks, self.signals, tell=self.told.append)
+        self._has_checkpointer = has_checkpointer
+
+    def ask(self):
+        self.signals.asked = True
+
+    def wake(self):
+        self.signals.asked = False
+        self.signals.wakes += 1
+
+    def end_step(self):
+        """Return whether it is to sleep after one more step."""
+        self.steps += 1
+        return self.agreement.is_due(self.steps, has_checkpointer=self._has_checkpointer)
+
+    def sleep(self):
+        self.slept.append((self.agreement._order.number, self.steps))
+        self.is_asleep.set()
+        deadline = time.monotonic() + LONG_S
+        while self.agreement.holds() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.is_asleep.clear()
+        self.agreement.end()
+
+    def train(self, before_step, steps):
+        while self.steps < steps:
+            before_step(self)
+            if self.end_step():
+                self.sleep()
+
+
+def ranks_of(size, store=None, **settings):
+    store = dist.HashStore() if store is None else store
+    return [Rank(store, number, size, **settings) for number in range(size)]
+
+
+def started(ranks, before_step, *, steps):
+    threads = [
+        threading.Thread(target=each.train, args=(before_step, steps), daemon=True)
+        for each in ranks
+    ]
+    for each in threads:
+        each.start()
+    return threads
+
+
+def end(threads):
+    for each in threads:
+        each.join(LONG_S)
+    assert not any(each.is_alive() for each in threads)
+
+
+def all_asleep(ranks):
+    return all(each.is_asleep.wait(LONG_S) for each in ranks)
+
+
+def collective(ranks, *, every=1):
+    """What ranks do in a step: every few steps they wait for each other, as in an all-reduce."""
+    barrier = threading.Barrier(len(ranks), timeout=LONG_S)
+
+    def before_step(rank):
+        if rank.steps % every == 0:
+            barrier.wait()
+        time.sleep(0.0005)
+
+    return before_step
+
+
+@pytest.mark.parametrize("every", [1, 2, 7])
+def test_all_sleep_after_the_same_step_and_any_rank_wakes_them(every):
+    """With ``every`` above 1 a rank may be steps ahead, in a collective that waits for the others."""
+    ranks = ranks_of(3)
+    threads = started(ranks, collective(ranks, every=every), steps=700)
+    for asked, woken in ((0, 2), (1, 1)):
+        ranks[asked].ask()
+        assert all_asleep(ranks)
+        ranks[woken].wake()
+        for each in ranks:
+            while each.is_asleep.is_set():
+                time.sleep(0.001)
+    end(threads)
+    first, second, third = (each.slept for each in ranks)
+    assert first == second == third
+    assert [number for number, _ in first] == [0, 1]
+    assert not any(each.signals.asked for each in ranks)
+
+
+def test_all_are_asked_at_once():
+    ranks = ranks_of(3)
+    threads = started(ranks, collective(ranks), steps=100)
+    for each in ranks:
+        each.ask()
+    assert all_asleep(ranks)
+    for each in ranks:
+        each.wake()
+    end(threads)
+    assert [len(each.slept) for each in ranks] == [1, 1, 1]
+    assert len({each.slept[0] for each in ranks}) == 1
+
+
+def test_a_rank_that_is_far_ahead_is_waited_for_where_it_is():
+    ahead, behind = ranks_of(2)
+    for _ in range(50):
+        assert not ahead.end_step()
+    threads = started([ahead, behind], lambda rank: time.sleep(0.001), steps=10**5)
+    behind.ask()
+    assert all_asleep([ahead, behind])
+    assert ahead.slept == behind.slept
+    assert ahead.slept[0][1] >= 50
+    ahead.steps = behind.steps = 10**5
+    behind.wake()
+    end(threads)
+
+
+@pytest.mark.parametrize("woken", [0, 1])
+def test_a_wake_before_the_ordered_step_cancels_it_for_all(woken):
+    ranks = ranks_of(2)
+    ranks[0].ask()
+    assert not ranks[0].end_step()
+    ranks[woken].wake()
+    time.sleep(0.02)
+    assert not ranks[woken].end_step()
+    for _ in range(3):
+        assert [each.end_step() for each in ranks] == [False, False]
+    assert not any(each.signals.asked for each in ranks)
+    ranks[0].steps = ranks[1].steps
+    threads = started(ranks, collective(ranks), steps=100)  # the next one is followed
+    ranks[1].ask()
+    assert all_asleep(ranks)
+    ranks[0].wake()
+    end(threads)
+    assert ranks[0].slept == ranks[1].slept
+
+
+def test_a_wake_of_the_past_does_not_cancel_an_order():
+    ranks = ranks_of(2)
+    ranks[1].wake()
+    threads = started(ranks, collective(ranks), steps=400)
+    time.sleep(0.1)
+    ranks[0].ask()
+    assert all_asleep(ranks)
+    ranks[1].wake()
+    end(threads)
+
+
+def test_a_rank_that_cannot_sleep_wakes_the_others():
+    ranks = ranks_of(2)
+    ranks[1].sleep = ranks[1].agreement.end
+    threads = started(ranks, collective(ranks), steps=200)
+    ranks[0].ask()
+    end(threads)
+    assert len(ranks[0].slept) == 1
+
+
+def test_a_rank_that_is_interrupted_while_it_waits_ends_the_order(monkeypatch):
+    first, second = ranks_of(2)
+    first.ask()
+    assert not first.end_step()
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sleep_agreement.time, "sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            first.end_step()
+    assert not any(second.end_step() for _ in range(5))
+
+
+def test_training_goes_on_while_a_rank_ends_no_step_and_it_is_named():
+    first, _, third = ranks_of(3)
+    first.ask()
+    end(started([first, third], collective([first, third]), steps=100))
+    assert first.slept == third.slept == []
+    assert first.told or third.told
+    for told in (first.told, third.told):
+        assert len(told) <= 1
+        assert all("1 ha" in line and "not come to step" in line for line in told)
+
+
+def test_ranks_that_count_other_steps_do_not_hang(monkeypatch):
+    """One rank has two optimizers, the other one: their numbers of steps never meet."""
+    monkeypatch.setattr(sleep_agreement, "_ARRIVAL_S", 0.05)
+    ranks = ranks_of(2)
+    barrier = threading.Barrier(2, timeout=LONG_S)
+
+    def before_step(rank):
+        if rank is ranks[0] or rank.steps % 2 == 0:
+            barrier.wait()
+
+    threads = [
+        threading.Thread(target=rank.train, args=(before_step, steps), daemon=True)
+        for rank, steps in zip(ranks, (500, 1000), strict=True)
+    ]
+    for each in threads:
+        each.start()
+    time.sleep(0.01)
+    ranks[0].ask()
+    end(threads)
+    assert any(each.told for each in ranks)
+
+
+def test_a_rank_that_takes_long_for_a_step_is_waited_for():
+    """It ends each step late, so its peer must not move the order on and on."""
+    ranks = ranks_of(2)
+    barrier = threading.Barrier(2, timeout=LONG_S)
+
+    def before_step(rank):
+        barrier.wait()
+        if rank is ranks[1]:
+            time.sleep(5 * sleep_agreement._PATIENCE_S)
+
+    threads = started(ranks, before_step, steps=12)
+    ranks[0].ask()
+    assert all_asleep(ranks)
+    assert ranks[0].slept == ranks[1].slept
+    assert ranks[0].slept[0][1] < 8
+    ranks[0].wake()
+    end(threads)
+
+
+def test_where_one_rank_has_a_checkpointer_all_sleep_a_step_later():
+    store = dist.HashStore()
+    ranks = [Rank(store, number, 2, has_checkpointer=number == 0) for number in range(2)]
+    ranks[1].ask()
+    dues = {0: [], 1: []}
+
+    def train(number):
+        for _ in range(100):
+            time.sleep(0.001)
+            if ranks[number].end_step():
+                dues[number].append(ranks[number].steps)
+                if len(dues[number]) == 2:
+                    return
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(LONG_S)
+    assert dues[0] == dues[1]
+    assert dues[0][1] == dues[0][0] + 1
+    assert all(each.agreement.saves for each in ranks)
+
+
+class Breaking:
+    """A store that works until it is broken."""
+
+    def __init__(self):
+        self.inner, self.is_broken = dist.HashStore(), False
+
+    def __getattr__(self, name):
+        def act(*words):
+            if self.is_broken:
+                raise dist.DistStoreError("Connection reset by peer")
+            return getattr(self.inner, name)(*words)
+
+        return act
+
+
+def test_without_the_store_a_signal_acts_on_one_rank():
+    stores = [Breaking(), Breaking()]
+    stores[1].inner = stores[0].inner
+    ranks = [Rank(store, number, 2) for number, store in enumerate(stores)]
+    stores[0].is_broken = True
+    assert not any(each.end_step() for each in ranks)
+    ranks[0].ask()
+    assert ranks[0].end_step()
+    assert ranks[0].agreement.holds()
+    ranks[0].wake()
+    assert not ranks[0].agreement.holds()
+    assert len(ranks[0].told) == 1
+    assert "send them to every rank" in ranks[0].told[0]
+
+
+def test_a_rank_that_loses_the_store_in_its_sleep_sleeps_until_its_own_signal():
+    store = Breaking()
+    ranks = ranks_of(2, store)
+    threads = started(ranks, collective(ranks), steps=100)
+    ranks[0].ask()
+    assert all_asleep(ranks)
+    store.is_broken = True
+    ranks[0].wake()
+    while ranks[0].is_asleep.is_set():
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert ranks[1].is_asleep.is_set()
+    ranks[1].wake()
+    end(threads)
+    assert ranks[0].slept == ranks[1].slept
+
+
+class Hanging:
+    """A store that hangs from some moment on."""
+
+    def __init__(self):
+        self.inner, self.hangs = dist.HashStore(), False
+        self.ended = threading.Event()
+
+    def __getattr__(self, name):
+        def act(*words):
+            if self.hangs:
+                self.ended.wait()
+            return getattr(self.inner, name)(*words)
+
+        return act
+
+
+def test_a_store_that_hangs_holds_up_no_step(monkeypatch):
+    monkeypatch.setattr(rank_store, "_SHORT_S", 0.05)
+    monkeypatch.setattr(rank_store, "_GLANCE_S", 0.001)
+    store = Hanging()
+    try:
+        (rank,) = [Rank(store, 0, 2)]
+        store.hangs = True
+        begun = time.monotonic()
+        for _ in range(200):
+            assert not rank.end_step()
+            time.sleep(0.001)
+        assert time.monotonic() - begun < 30  # not 200 times the patience with a store
+        assert rank.told == []
+        rank.ask()
+        assert rank.end_step()
+        assert len(rank.told) == 1
+    finally:
+        store.ended.set()
+
+
+def test_an_order_of_many_ranks_is_written_and_read():
+    order = SleepOrder(number=7, step=10**9, saves=True, joined=(1 << 512) - 5, arrived=1 << 511)
+    assert SleepOrder.from_text(order.to_text()) == order
+    assert SleepOrder.from_text("") == SleepOrder()
+    assert len(order.to_text()) < 300
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_signals_at_any_moment_each_order_has_one_step(seed):
+    numbers = random.Random(seed)
+    ranks = ranks_of(3)
+    threads = started(ranks, collective(ranks, every=numbers.choice([1, 2])), steps=600)
+    while any(each.is_alive() for each in threads):
+        time.sleep(numbers.random() * 0.01)
+        rank = numbers.choice(ranks)
+        numbers.choice([rank.ask, rank.wake, rank.wake])()
+    end(threads)
+    steps = {}
+    for each in ranks:
+        for number, step in each.slept:
+            assert steps.setdefault(number, step) == step
