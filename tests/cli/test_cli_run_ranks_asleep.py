@@ -111,13 +111,18 @@ def kill(ranks):
 
 
 def test_both_ranks_sleep_and_wake_together_and_resume_with_the_same_bits(work):
-    """What a later process repeats undisturbed is compared with ranks that have slept once before."""
+    """What is repeated undisturbed is compared with ranks that have slept before.
+
+    One rank has the record of the first sleep, as if it was killed before it wrote that of the second.
+    """
     with agent_of_two_ranks() as agent:
         ranks = start_both(work, agent, FOR_EVER)
         try:
             trained_for(ranks, 2)
             first = suspended_steps(work, ranks, asked=0)
             assert first[0] == first[1]
+            record = work / "kept.rank1/run.json"
+            earlier = record.read_bytes()
             ranks[1].send_signal(signal.SIGUSR2)
             for process in ranks:
                 read_line(process.stderr, "resumed process")
@@ -126,12 +131,13 @@ def test_both_ranks_sleep_and_wake_together_and_resume_with_the_same_bits(work):
             assert second[0] == second[1] > first[0]
         finally:
             kill(ranks)
+    record.write_bytes(earlier)
     with agent_of_two_ranks() as agent:
         ranks = start_both(work, agent, FOR_EVER, resume=True)
         try:
-            for process in ranks:
+            for process, steps in zip(ranks, (second[0], first[0]), strict=True):
                 read_line(
-                    process.stderr, f"{second[0]} steps were repeated, and all bits are the same"
+                    process.stderr, f" {steps} steps were repeated, and all bits are the same"
                 )
         finally:
             kill(ranks)

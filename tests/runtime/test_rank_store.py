@@ -51,6 +51,23 @@ def test_a_rank_that_is_alone_goes_on(ranks, monkeypatch):
     assert ranks[0].publish("summary", "a")
 
 
+def test_a_text_of_the_job_is_exchanged_by_one_rank_at_a_time(ranks):
+    first, second = ranks
+    assert first.exchange("order", "", "") == ""
+    assert first.exchange("order", "", "a") == "a"
+    assert second.exchange("order", "", "b") == "a"
+    assert second.exchange("order", "a", "b") == "b"
+    assert first.exchange("order", "", "") == "b"
+
+
+def test_a_glance_finds_the_text_of_the_job_soon(ranks, monkeypatch):
+    first, second = ranks
+    assert first.glance("order") == ""
+    second.exchange("order", "", "a")
+    monkeypatch.setattr(rank_store, "_GLANCE_S", 60)
+    assert "a" in (first.glance("order"), first.glance("order"))  # the first may have begun before
+
+
 class Failing:
     """A store whose process has ended."""
 
@@ -66,6 +83,8 @@ def test_a_store_that_fails_has_no_other_ranks():
     assert not lost.publish("summary", "a")
     assert lost.collect("summary", 10**6) == {}
     assert not lost.meet("here", 2)
+    assert lost.exchange("order", "", "a") is None
+    assert lost.glance("order") == ""
 
 
 class Hanging:
@@ -90,6 +109,8 @@ def test_a_store_that_hangs_is_given_up(monkeypatch):
         assert not lost.publish("summary", "a")
         assert lost.collect("summary", 10**6) == {}  # at once
         assert not lost.meet("here", 2)
+        assert lost.exchange("order", "", "a") is None
+        assert lost.glance("order") == ""
         assert hanging.calls == 1
     finally:
         hanging.ended.set()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.runtime.rank_store import RankStore
 
 _NAME: Final = "sleep"
-_LOOK_S: Final = 0.1
+_LOOK_S: Final = 0.2
 """Interval at which a rank looks for an order of another one, and whether all are to wake."""
 _PATIENCE_S: Final = 0.2
 """Longest time that a rank waits at the ordered step for others to join."""
