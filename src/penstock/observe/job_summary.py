@@ -46,10 +46,10 @@ class RankLine:
     read_bytes: int
     """Bytes read from flash, by all parts."""
     write_bytes_per_s: float
-    """Rate of training's writes: their bytes, divided by the busy times of all kinds of data together;
-    0.0 without writes."""
+    """Bytes of training's writes, divided by the busy times of all kinds of data together; 0.0 without
+    writes."""
     read_bytes_per_s: float
-    """Rate of its reads, likewise."""
+    """The same of its reads."""
     stalled_s: float
     """Time that training waited."""
     warnings: tuple[str, ...]
