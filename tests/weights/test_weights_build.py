@@ -412,14 +412,15 @@ def test_a_failed_write_ends_the_construction(disk_path, monkeypatch):
 def test_a_failed_read_in_the_block_names_the_weight(disk_path, monkeypatch):
     monkeypatch.setattr(build, "YOUNG_BYTES", 0)
     with CountingEngine().shared(), penstock.built_on_flash(disk_path, floor=FLOOR):
-        first, _ = nn.Linear(64, 64), nn.Linear(64, 64)
+        first, second, _ = (nn.Linear(64, 64) for _ in range(3))
+        second.weight.sum()  # what is being written is waited for
         [file] = home_of(first.weight).place.files
         length = os.fstat(file.fd).st_size
         os.ftruncate(file.fd, 4096)
         with pytest.raises(
             penstock.TransferError, match=r"weight Linear\.weight cannot be read from"
         ):
-            first.weight.add_(1)
+            first.weight.sum()
         os.ftruncate(file.fd, length)
 
 

@@ -350,6 +350,7 @@ class _RunLifecycle:
                 module = importlib.import_module("penstock.swap.resume_record")
                 self._resume_record = module.opened(**self.resume_arguments, tell=say)
             session.__enter__()
+            self._session = session
             session.build_on_flash()
             if self._states is not None:
                 adopt = importlib.import_module("penstock.optim.adopt")
@@ -359,7 +360,6 @@ class _RunLifecycle:
                 raise
             self._was_refused = True
             raise SystemExit(report(error)) from None
-        self._session = session
         self._sleeper = importlib.import_module("penstock.swap.signals").StepSuspender(
             session,
             tell=say,

@@ -37,6 +37,8 @@ from torch.nn.parameter import is_lazy
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockWarning
+from penstock.core.locks import Lock
+from penstock.core.process import fork_guard
 from penstock.core.units import MIB, format_bytes, parse_bytes
 from penstock.homed import home_of, is_sharded, move_out, use_count
 from penstock.io.engine import Priority
@@ -75,19 +77,28 @@ class _Young:
 
 
 class _Active(threading.local):
-    """Builder of this thread."""
+    """Builder of this thread; any thread may have closed it."""
 
-    builder: ModelBuilder | None = None
+    builder: weakref.ref[ModelBuilder] | None = None
     script: ScriptModels | None = None
 
 
 _active: Final = _Active()
 
 
+def _builder() -> ModelBuilder | None:
+    """Return the builder that this thread gives its parameters to, if any."""
+    builder = None if _active.builder is None else _active.builder()
+    return builder if builder is not None and builder.is_open else None
+
+
 class ModelBuilder:
     """Gives homes to the parameters that one thread registers. See [Note: a model that is being built].
 
-    It is the keeper of these homes while the model is built.
+    It is the keeper of these homes while the model is built. Other threads may use the parameters.
+
+    Attributes:
+        lock: Held while anything changes.
     """
 
     def __init__(self, directories: StrPath | Sequence[StrPath], floor_bytes: int) -> None:
@@ -99,8 +110,16 @@ class ModelBuilder:
         self._young_bytes = 0
         self._homes: list[weakref.ref[Home]] = []
         self._freed_bytes = 0
+        self._is_closed = False
+        self._guard = fork_guard()
+        self.lock = threading.RLock()  # plain: under ``Lock`` no memory is freed
         self._part: list[tuple[weakref.ref[Parameter], str]] = []
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+
+    @property
+    def is_open(self) -> bool:
+        """False once it is closed, and in a forked process, where what is constructed is in memory."""
+        return not self._is_closed and not self._guard.in_child
 
     # -- parameters that come ---------------------------------------------------------------------
 
@@ -117,13 +136,14 @@ class ModelBuilder:
             NoSpaceError: There is no room for the older ones.
             TransferError: An older one could not be written.
         """
-        if self._is_young(parameter) or not _is_large(parameter, self._floor_bytes):
-            return
-        if not _is_whole(parameter):
-            self._part.append((weakref.ref(parameter), name))
-            return
-        self._remember(parameter, _Young(parameter, name, None))
-        self._settle(YOUNG_BYTES, but=parameter)
+        with self.lock:
+            if self._is_young(parameter) or not _is_large(parameter, self._floor_bytes):
+                return
+            if not _is_whole(parameter):
+                self._part.append((weakref.ref(parameter), name))
+                return
+            self._remember(parameter, _Young(parameter, name, None))
+            self._settle(YOUNG_BYTES, but=parameter)
 
     def _is_young(self, parameter: Parameter) -> bool:
         young = self._young.get(id(parameter))
@@ -192,35 +212,28 @@ class ModelBuilder:
     # -- for homes --------------------------------------------------------------------------------
 
     def touched(self, home: Home) -> None:
-        """Bring a weight that somebody works with to memory, where it is young again."""
-        parameter = home.parameter
-        if parameter is None or self._is_young(parameter):
-            return
-        self._writer.finish()
-        nbytes = home.ticket.window.nbytes
-        arena = Arena(nbytes, owner=WEIGHTS)
-        try:
-            block = arena.allocate(nbytes, force=True)
-            assert block is not None, "the arena is as large"
-            read = home.tier.read(
-                home.ticket, block.address, keep_alive=block, priority=Priority.DEMAND
+        """Bring a weight that somebody works with to memory, where it is young again.
+
+        Raises:
+            ClosedError: This is a forked process.
+            TransferError: It cannot be read.
+        """
+        if self._guard.in_child:
+            raise self._guard.error(
+                f"weight {home.name}, which rests on flash,", "give the child a copy of the model"
             )
-            try:
-                with named_reads(home.name, AGAIN + home.tier.spec.remedy):
-                    read.wait()
-            except BaseException:
-                block.free()
-                raise
-            storage = torch.from_numpy(block.lend(0, home.nbytes)).untyped_storage()
-        finally:
-            arena.close()
-        show(parameter, view_like(storage, home.resting), Parameter)
-        self._remember(parameter, _Young(parameter, home.name, home))
-        if self._young_bytes > 2 * YOUNG_BYTES:  # nothing was changed for a while
-            rested = self._settle(YOUNG_BYTES, but=parameter)
+        with self.lock:
+            parameter = home.parameter
+            if self._is_closed or parameter is None or self._is_young(parameter):
+                return
             self._writer.finish()
-            for each in rested:  # this very operation may change them where they rest
-                each.ticket.checksum = None
+            show(parameter, view_like(_read(home), home.resting), Parameter)
+            self._remember(parameter, _Young(parameter, home.name, home))
+            if self._young_bytes > 2 * YOUNG_BYTES:  # nothing was changed for a while
+                rested = self._settle(YOUNG_BYTES, but=parameter)
+                self._writer.finish()
+                for each in rested:  # this very operation may change them where they rest
+                    each.ticket.checksum = None
 
     def begin_touch(self, home: Home) -> None:
         """See :class:`.resting.RestingHome`."""
@@ -249,19 +262,21 @@ class ModelBuilder:
 
     def replaced(self, home: Home, data: Tensor) -> None:
         """See :class:`.resting.RestingHome`: it is young, with other memory."""
-        self.touched(home)
-        home.generation += 1
-        parameter = home.parameter
-        assert parameter is not None
-        with torch._C.DisableTorchFunctionSubclass():
-            Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
+        with self.lock:
+            self.touched(home)
+            home.generation += 1
+            parameter = home.parameter
+            assert parameter is not None
+            with torch._C.DisableTorchFunctionSubclass():
+                Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
 
     def may_differ(self, home: Home) -> None:
         """Send older ones home, after an operation that has changed a weight."""
-        parameter = home.parameter
-        if parameter is None or not self._is_young(parameter):
-            home.ticket.checksum = None
-        self._settle(YOUNG_BYTES, but=parameter)
+        with self.lock:
+            parameter = home.parameter
+            if parameter is None or not self._is_young(parameter):
+                home.ticket.checksum = None
+            self._settle(YOUNG_BYTES, but=parameter)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -286,10 +301,11 @@ class ModelBuilder:
             NoSpaceError: There is no room for the last ones.
             TransferError: One could not be written.
         """
-        self._add_unregistered()
-        self._settle(0)
-        self._writer.finish()
-        self._files.trim()
+        with self.lock:
+            self._add_unregistered()
+            self._settle(0)
+            self._writer.finish()
+            self._files.trim()
         trim_heap()
 
     def _add_unregistered(self) -> None:
@@ -314,15 +330,40 @@ class ModelBuilder:
 
     def close(self) -> None:
         """End; what has a home rests there, and what has none is in memory."""
-        self._writer.close()
-        for young in self._young.values():
-            parameter = young.parameter()
-            if parameter is not None:
-                move_out(parameter)  # if it has a home, its values are older
-        for each in self._homes:
-            home = each()
-            if home is not None:
-                home.keeper = None
+        with self.lock:
+            self._is_closed = True
+            self._writer.close()
+            self._files.trim()  # so that the files are gone with their homes
+            for young in self._young.values():
+                parameter = young.parameter()
+                if parameter is not None:
+                    move_out(parameter)  # if it has a home, its values are older
+            for each in self._homes:
+                home = each()
+                if home is not None:
+                    home.keeper = None
+            self._young.clear()
+
+
+def _read(home: Home) -> torch.UntypedStorage:
+    """Return what a home has, in new memory. Raises TransferError."""
+    nbytes = home.ticket.window.nbytes
+    arena = Arena(nbytes, owner=WEIGHTS)
+    try:
+        block = arena.allocate(nbytes, force=True)
+        assert block is not None, "the arena is as large"
+        read = home.tier.read(
+            home.ticket, block.address, keep_alive=block, priority=Priority.DEMAND
+        )
+        try:
+            with named_reads(home.name, AGAIN + home.tier.spec.remedy):
+                read.wait()
+        except BaseException:
+            block.free()
+            raise
+        return torch.from_numpy(block.lend(0, home.nbytes)).untyped_storage()
+    finally:
+        arena.close()
 
 
 @contextmanager
@@ -353,7 +394,7 @@ def built_on_flash(
     """
     if _active.script is not None:
         _active.script.end()  # this script builds its models itself
-    if _active.builder is not None:
+    if _builder() is not None:
         raise ConfigError(
             "built_on_flash is used inside another one: one block builds a whole model"
         )
@@ -366,13 +407,13 @@ def built_on_flash(
 
 
 class ScriptModels:
-    """Lets the models that a script constructs rest on flash, until one of them is to run.
+    """Lets the models that a script's thread constructs rest on flash, until one of them is to run.
 
-    As :func:`built_on_flash`, for a script that knows nothing of it. For the script's thread.
+    As :func:`built_on_flash`, for a script that knows nothing of it. A model may run in any thread.
     """
 
     def __init__(self, directories: Sequence[StrPath], floor_bytes: int) -> None:
-        """Begin.
+        """Begin, for the parameters that this thread registers.
 
         Args:
             directories: Directories on flash.
@@ -381,20 +422,24 @@ class ScriptModels:
         Raises:
             ConfigError: A directory is missing, not writable or in memory.
         """
-        self._builder = ModelBuilder(directories, max(1, floor_bytes))
+        builder = ModelBuilder(directories, max(1, floor_bytes))
+        self._builder: ModelBuilder | None = builder
         self._floor_bytes = floor_bytes
         self._stack = ExitStack()
-        self._stack.enter_context(_building(self._builder))
+        self._stack.enter_context(_building(builder))
         _active.script = self
 
     def before_run(self, model: Module) -> None:
         """End, if a model that is to run has a parameter that is not small. Raises as ``end`` does."""
+        builder = self._builder
+        if builder is None or not builder.is_open:
+            return
         known = (each for each in model.parameters() if not is_lazy(each))
         if any(each.nbytes >= self._floor_bytes for each in known):
             self.end()
 
     def end(self, *, finish: bool = True) -> None:
-        """End; models that are constructed later are in memory.
+        """End; models that are constructed later are in memory. Idempotent.
 
         Args:
             finish: Send home what has been constructed; False: leave the latest in memory.
@@ -403,12 +448,13 @@ class ScriptModels:
             NoSpaceError: There is no room for the last parameters.
             TransferError: One could not be written.
         """
-        if _active.script is not self:
+        builder = self._builder
+        if builder is None:
             return
-        _active.script = None
-        with self._stack:
-            if finish:
-                self._builder.finish()
+        with builder.lock, self._stack:
+            if finish and builder.is_open:
+                builder.finish()
+        self._builder = None  # it has the files, which are to be gone with their weights
 
 
 @contextmanager
@@ -416,36 +462,54 @@ def _building(builder: ModelBuilder) -> Iterator[None]:
     """Tell a builder of the parameters that this thread registers in the block, and close it."""
 
     def registered(module: Module, name: str, parameter: Parameter | None) -> None:
-        if parameter is not None and _active.builder is builder:
+        if parameter is not None and _builder() is builder:
             builder.registered(module, name, parameter)
 
     hook = register_module_parameter_registration_hook(registered)
-    _active.builder = builder
+    _active.builder = weakref.ref(builder)
+    _copies.notice()
     try:
-        with _copies_noticed():
-            yield
+        yield
     finally:
-        _active.builder = None
+        _copies.forget()
         hook.remove()
         builder.close()
 
 
-@contextmanager
-def _copies_noticed() -> Iterator[None]:
-    """Let deep copies of young parameters be young: no module registers them before all are there."""
-    plain = Parameter.__deepcopy__
+class _Copies:
+    """Lets deep copies of young parameters be young: no module registers them before all are there."""
 
-    def noticed(self: Parameter, memo: dict[int, Any]) -> Parameter:
-        copy: Parameter = plain(self, memo)  # type: ignore[no-untyped-call]
-        if _active.builder is not None:
-            _active.builder.add(copy, "a deep copy")
-        return copy
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._count = 0
+        self._plain = Parameter.__deepcopy__
 
-    Parameter.__deepcopy__ = noticed  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Parameter.__deepcopy__ = plain  # type: ignore[method-assign]
+    def notice(self) -> None:
+        """Begin, for one builder more."""
+        with self._lock:
+            self._count += 1
+            if self._count > 1:
+                return
+            self._plain = plain = Parameter.__deepcopy__
+
+            def noticed(parameter: Parameter, memo: dict[int, Any]) -> Parameter:
+                copy: Parameter = plain(parameter, memo)  # type: ignore[no-untyped-call]
+                builder = _builder()
+                if builder is not None:
+                    builder.add(copy, "a deep copy")
+                return copy
+
+            Parameter.__deepcopy__ = noticed  # type: ignore[method-assign, assignment]
+
+    def forget(self) -> None:
+        """End for one builder."""
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                Parameter.__deepcopy__ = self._plain  # type: ignore[method-assign]
+
+
+_copies: Final = _Copies()
 
 
 def _is_large(parameter: Parameter, floor_bytes: int) -> bool:
@@ -471,8 +535,11 @@ _OWN_USES: Final = _uses(torch.empty(0))
 
 
 def _is_shared(parameter: Parameter) -> bool:
-    """Return whether anything else refers to a parameter's memory."""
-    return _uses(parameter) > _OWN_USES
+    """Return whether anything else refers to a parameter's memory, as another process may."""
+    if _uses(parameter) > _OWN_USES:
+        return True
+    storage = parameter.untyped_storage()
+    return storage.is_shared() and storage.filename is None
 
 
 def _is_alike(first: Tensor, second: Tensor) -> bool:

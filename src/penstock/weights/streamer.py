@@ -98,6 +98,7 @@ class WeightStreamer:
         homes = self._rest(model, self._table.check_sizes)
         homes = [home for home in homes if home not in self._table.by_home]
         for home in homes:
+            self._table.check_process(home)
             if home.keeper is not None:
                 raise ConfigError(f"weight {home.name} is streamed by another open session")
         self._table.add(homes, self._keeper)
