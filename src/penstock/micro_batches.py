@@ -344,21 +344,36 @@ def _check_is_reduced(weights: list[Tensor], *, called: list[DistributedDataPara
         return
     if not all(map(_is_known, weights)):
         _look_for_parallel(weights)
+    if _unreduced(weights, called) is None:
+        return
+    gc.collect()  # a module that is not used any more lives on in cycles
+    _look_for_parallel(weights)
+    parallel = _unreduced(weights, called)
+    if parallel is None:
+        return
+    used = set(map(id, weights))
+    name, one = next(each for each in parallel.named_parameters() if id(each[1]) in used)
+    raise ConfigError(
+        f"micro_batched: the gradient of {name}, of shape {tuple(one.shape)}, would not be reduced over"
+        f" the {dist.get_world_size(parallel.process_group)} ranks of its DistributedDataParallel, which"
+        " is not called once for the whole batch: use its no_sync() around micro_batched, and average"
+        " the gradients after backward, as by torch.distributed.all_reduce"
+    )
+
+
+def _unreduced(
+    weights: list[Tensor], called: list[DistributedDataParallel]
+) -> DistributedDataParallel | None:
+    """Return a module that should reduce a weight's gradient and is not among ``called``, if any."""
     for weight in weights:
         reference = _parallel_of[weight]
         parallel = None if reference is None else reference()
         if parallel is None or parallel in called or not parallel.require_backward_grad_sync:
             continue
-        ranks = dist.get_world_size(parallel.process_group)
-        if ranks > 1:
-            used = set(map(id, weights))
-            name, one = next(each for each in parallel.named_parameters() if id(each[1]) in used)
-            raise ConfigError(
-                f"micro_batched: the gradient of {name}, of shape {tuple(one.shape)}, would not be"
-                f" reduced over the {ranks} ranks of its DistributedDataParallel, which is not called"
-                " once for the whole batch: use its no_sync() around micro_batched, and average the"
-                " gradients after backward, as by torch.distributed.all_reduce"
-            )
+        if dist.get_world_size(parallel.process_group) > 1:
+            found: DistributedDataParallel = parallel
+            return found
+    return None
 
 
 def _is_known(weight: Tensor) -> bool:

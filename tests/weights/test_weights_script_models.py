@@ -52,7 +52,9 @@ def in_thread(act):
 
 def test_building_ends_when_a_large_model_runs_and_not_before(disk_path):
     with script(disk_path):
-        nn.Linear(8, 8)(torch.ones(1, 8))
+        small = nn.Linear(8, 8)
+        small.sparse = Parameter(torch.eye(100).to_sparse())
+        small(torch.ones(1, 8))
         first, second = model(), model()
         assert [home_of(each.weight) is not None for each in first] == [True] * 6
         first(torch.ones(1, 64))

@@ -435,7 +435,8 @@ class ScriptModels:
         if builder is None or not builder.is_open:
             return
         known = (each for each in model.parameters() if not is_lazy(each))
-        if any(each.nbytes >= self._floor_bytes for each in known):
+        dense = (each for each in known if each.layout == torch.strided)
+        if any(each.nbytes >= self._floor_bytes for each in dense):
             self.end()
 
     def end(self, *, finish: bool = True) -> None:

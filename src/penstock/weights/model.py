@@ -158,11 +158,13 @@ def _large(
 
 
 def _own_parameters(model: Module) -> Iterator[tuple[str, Parameter]]:
-    """Yield names and parameters, each once, but what ranks have exchanged for the present."""
+    """Yield names and dense parameters, each once, but what ranks have exchanged for the present."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in seen or is_whole(module, name):
+                continue
+            if parameter.layout != torch.strided:  # sparse: its parts are tensors of their own
                 continue
             seen.add(id(parameter))
             yield f"{path}.{name}" if path else name, parameter
