@@ -68,6 +68,22 @@ def test_a_glance_finds_the_text_of_the_job_soon(ranks, monkeypatch):
     assert "a" in (first.glance("order"), first.glance("order"))  # the first may have begun before
 
 
+def test_a_look_at_a_store_in_a_file_writes_nothing(tmp_path, monkeypatch):
+    """As of ``init_process_group(init_method="file://...")``: the file would grow in all of training."""
+    monkeypatch.setattr(rank_store, "_GLANCE_S", 60)
+    path = tmp_path / "store"
+    ranks = RankStore(dist.FileStore(str(path), 2), 0, 2, session=0)
+    before = path.stat().st_size
+    for _ in range(3):
+        assert ranks.glance("order") == ranks.exchange("order", "", "") == ""
+    assert path.stat().st_size == before
+    ranks.exchange("order", "", "a")
+    before = path.stat().st_size
+    for _ in range(3):
+        assert ranks.glance("order") == ranks.exchange("order", "", "") == "a"
+    assert path.stat().st_size == before
+
+
 class Failing:
     """A store whose process has ended."""
 
