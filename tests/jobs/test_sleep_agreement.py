@@ -28,7 +28,7 @@ class Rank:
     """One rank: its signals, what it tells, and the order and step of each sleep."""
 
     def __init__(self, store, number, size, *, has_checkpointer=False):
-        self.signals = SimpleNamespace(asked=False, wakes=0)
+        self.signals = SimpleNamespace(asked=False, sleeps=0, wakes=0)
         self.told, self.slept = [], []
         self.is_asleep = threading.Event()
         self.steps = 0
@@ -37,11 +37,12 @@ class Rank:
         self._has_checkpointer = has_checkpointer
 
     def ask(self):
+        self.signals.sleeps += 1
         self.signals.asked = True
 
     def wake(self):
-        self.signals.asked = False
         self.signals.wakes += 1
+        self.signals.asked = False
 
     def end_step(self):
         """Return whether it is to sleep after one more step."""
@@ -286,15 +287,16 @@ def test_where_one_rank_has_a_checkpointer_all_sleep_a_step_later():
 
 
 class Breaking:
-    """A store that works until it is broken."""
+    """A store that works until it is broken, and answers late if told."""
 
     def __init__(self):
-        self.inner, self.is_broken = dist.HashStore(), False
+        self.inner, self.is_broken, self.late_s = dist.HashStore(), False, 0.0
 
     def __getattr__(self, name):
         def act(*words):
             if self.is_broken:
                 raise dist.DistStoreError("Connection reset by peer")
+            time.sleep(self.late_s)
             return getattr(self.inner, name)(*words)
 
         return act
@@ -313,6 +315,91 @@ def test_without_the_store_a_signal_acts_on_one_rank():
     assert not ranks[0].agreement.holds()
     assert len(ranks[0].told) == 1
     assert "send them to every rank" in ranks[0].told[0]
+
+
+def asleep_in_turn(*ranks):
+    """Let ranks that wait for each other sleep after their next step."""
+    threads = [threading.Thread(target=each.end_step) for each in ranks]
+    for each in threads:
+        each.start()
+    end(threads)
+
+
+@pytest.mark.parametrize("asked_here", [False, True])
+def test_a_rank_that_loses_the_store_before_all_have_arrived_trains_on(asked_here):
+    """Else it sleeps alone, and the others wait for it in a collective; unless it was asked itself."""
+    stores = [Breaking(), Breaking()]
+    stores[1].inner = stores[0].inner
+    ranks = [Rank(store, number, 2) for number, store in enumerate(stores)]
+    ranks[0].ask()
+    assert not ranks[0].end_step()
+    time.sleep(2 * sleep_agreement._LOOK_S)
+    if asked_here:
+        ranks[1].ask()
+    assert not ranks[1].end_step()
+    assert ranks[1].signals.asked  # it has joined
+    stores[1].is_broken = True
+    assert ranks[1].end_step() == asked_here
+    assert ranks[1].signals.asked == asked_here
+    ranks[1].ask()
+    assert ranks[1].end_step()
+
+
+def test_a_store_that_is_late_while_ranks_agree_is_not_given_up(monkeypatch):
+    store = Breaking()
+    ranks = ranks_of(2, store)
+    monkeypatch.setattr(rank_store, "_SHORT_S", 0.01)
+    store.late_s = 0.1
+    ranks[0].ask()
+    assert not ranks[0].end_step()
+    assert ranks[0].told == []
+    assert ranks[0].agreement._order.step == 2
+
+
+def test_a_request_to_sleep_soon_after_one_to_go_on_is_not_lost():
+    """It comes to a rank that has not seen yet that the others go on."""
+    ranks = ranks_of(2)
+    ranks[0].ask()
+    assert not ranks[0].end_step()
+    time.sleep(2 * sleep_agreement._LOOK_S)
+    assert not ranks[1].end_step()
+    asleep_in_turn(*ranks)
+    assert all(each.agreement.holds() for each in ranks)
+    ranks[0].wake()
+    assert not ranks[0].agreement.holds()
+    ranks[0].agreement.end()
+    ranks[1].ask()
+    time.sleep(2 * sleep_agreement._LOOK_S)
+    assert not ranks[1].agreement.holds()  # it goes on with the others
+    ranks[1].agreement.end()
+    assert [each.signals.asked for each in ranks] == [False, True]
+    assert not ranks[1].end_step()
+    assert not ranks[0].end_step()
+    asleep_in_turn(*ranks)
+    assert all(each.agreement.holds() for each in ranks)
+    ranks[0].wake()
+    assert not ranks[0].agreement.holds()
+    time.sleep(2 * sleep_agreement._LOOK_S)
+    assert not ranks[1].agreement.holds()
+    ranks[1].agreement.end()
+    assert not ranks[1].signals.asked
+
+
+def test_requests_of_before_a_sleep_end_with_it():
+    """All ranks were asked, one after the other, and one of them is asked to go on."""
+    ranks = ranks_of(2)
+    ranks[0].ask()
+    assert not ranks[0].end_step()
+    time.sleep(2 * sleep_agreement._LOOK_S)
+    assert not ranks[1].end_step()
+    ranks[1].ask()
+    asleep_in_turn(*ranks)
+    ranks[0].wake()
+    assert not ranks[0].agreement.holds()
+    time.sleep(2 * sleep_agreement._LOOK_S)
+    assert not ranks[1].agreement.holds()
+    ranks[1].agreement.end()
+    assert not any(each.signals.asked for each in ranks)
 
 
 def test_a_rank_that_loses_the_store_in_its_sleep_sleeps_until_its_own_signal():
@@ -349,7 +436,7 @@ class Hanging:
 
 
 def test_a_store_that_hangs_holds_up_no_step(monkeypatch):
-    monkeypatch.setattr(rank_store, "_SHORT_S", 0.05)
+    monkeypatch.setattr(rank_store, "PATIENCE_S", 0.05)
     monkeypatch.setattr(rank_store, "_GLANCE_S", 0.001)
     store = Hanging()
     try:

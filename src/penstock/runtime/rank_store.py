@@ -133,6 +133,8 @@ class RankStore:
     def exchange(self, name: str, expected: str, text: str) -> str | None:
         """Set a text of the whole job in place of the expected one, and of no other.
 
+        Waits up to ``PATIENCE_S`` seconds for the store: ranks that do not agree wait for each other.
+
         Args:
             name: Name of the text.
             expected: Text that is replaced; "" if there is none yet.
@@ -141,7 +143,7 @@ class RankStore:
         Returns:
             The text that is there then; None if the store is lost.
         """
-        return self._call(lambda: self._exchange(name, expected, text), _SHORT_S, default=None)
+        return self._call(lambda: self._exchange(name, expected, text), PATIENCE_S, default=None)
 
     def glance(self, name: str) -> str:
         """Return the text of the whole job that is there, or was when this was called before.

@@ -34,13 +34,14 @@ class PendingSignals:
 
     Attributes:
         asked: The run is to sleep as soon as it can.
+        sleeps: Number of requests to sleep.
         wakes: Number of requests to go on.
     """
 
     def __init__(self) -> None:
         """Handle those of the signals that have no handler."""
         self.asked = False
-        self.wakes = 0
+        self.sleeps = self.wakes = 0
         self._guard = fork_guard()
         for number in (SLEEP, WAKE):
             if signal.getsignal(number) is signal.SIG_DFL:  # the script may set its own later
@@ -49,4 +50,5 @@ class PendingSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._guard.in_child:
             self.asked = number == SLEEP
+            self.sleeps += number == SLEEP
             self.wakes += number == WAKE

@@ -154,9 +154,10 @@ class StepSuspender:
         except (PenstockError, OSError, MemoryError, RuntimeError) as error:  # such as no threads
             self._refuse(error)
         finally:
-            self.signals.asked = False
             with _signals_deferred():
-                if self._agreement is not None:
+                if self._agreement is None:
+                    self.signals.asked = False
+                else:
                     self._agreement.end()
                 self._resume()
 

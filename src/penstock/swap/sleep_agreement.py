@@ -13,6 +13,12 @@
        for a short time, then moves the order to a later step, each time twice as far, and trains on. If
        all have joined, it waits for longer: then one of them takes long for this step, or counts others.
     5. A rank that is to go on, or cannot sleep, ends the order for all. The next one has a new number.
+    6. A rank that loses the store before all have arrived trains on, unless it was asked itself.
+
+[Note: requests of this rank's own]
+    A rank that follows an order is ``asked``, whichever rank was. Only the number of requests tells one
+    that came to this rank. When an order has ended, those are done with that came before the rank last
+    saw it in force. A later one is meant for the next sleep.
 """
 
 from __future__ import annotations
@@ -97,6 +103,8 @@ class SleepAgreement:
         self._order = SleepOrder()
         self._followed: int | None = None  # number of the order that this rank has joined
         self._wakes = signals.wakes
+        self._seen_sleeps = 0  # requests to sleep that came before the last look
+        self._past_sleeps = 0  # of these: of orders that have ended
         self._has_checkpointer = False
         self._is_lost = False
         self._leap = 1
@@ -106,6 +114,11 @@ class SleepAgreement:
     def saves(self) -> bool:
         """True if a rank is to save a checkpoint before all sleep."""
         return self._order.saves
+
+    @property
+    def was_asked_here(self) -> bool:
+        """True if this process is to sleep because of a signal to itself."""
+        return self._signals.asked and self._signals.sleeps > self._past_sleeps
 
     def is_due(self, steps: int, *, has_checkpointer: bool) -> bool:
         """Return whether to sleep now, or to save and sleep after the next step.
@@ -118,7 +131,7 @@ class SleepAgreement:
         """
         self._has_checkpointer = has_checkpointer
         if self._is_lost:
-            return self._signals.asked
+            return self._is_asked_alone()
         if not self._knows_of_an_order():
             return False
         if self._follows and self._order.step > steps:
@@ -134,13 +147,19 @@ class SleepAgreement:
         """Return whether this rank is to stay asleep."""
         if not self._is_lost and (not self._follows or time.monotonic() >= self._next_look_s):
             self._look(None)
-        return self._signals.asked
+        return self._is_asked_alone() if self._is_lost else self._follows
 
     def end(self) -> None:
-        """End the order that this rank follows: all ranks go on."""
-        self._signals.asked = False
+        """End the order that this rank follows: all ranks go on.
+
+        A request to this rank that is meant for the next sleep stays.
+        """
         if not self._is_lost:
-            self._look(None)
+            self._look(None, ends=True)
+        if self._is_lost:
+            self._past_sleeps = self._seen_sleeps
+        if not self.was_asked_here:
+            self._signals.asked = False
 
     @property
     def _follows(self) -> bool:
@@ -190,52 +209,69 @@ class SleepAgreement:
 
     def _is_at_its_step(self, steps: int) -> bool:
         if self._is_lost:
-            return self._signals.asked
+            return self._is_asked_alone()
         return self._followed is not None and self._order.step <= steps
+
+    def _is_asked_alone(self) -> bool:
+        """Return whether this rank is to sleep, without the store."""
+        self._seen_sleeps = self._signals.sleeps
+        return self._signals.asked
 
     def _missing(self) -> str:
         arrived = self._order.arrived
         missing = [str(each) for each in range(self._ranks.world_size) if not arrived >> each & 1]
         return f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(missing)} have"
 
-    def _look(self, steps: int | None, *, at_least: int = 0) -> None:
+    def _look(self, steps: int | None, *, at_least: int = 0, ends: bool = False) -> None:
         """Read the order, and change it as this rank has to.
 
         Args:
             steps: Number of steps that this rank has ended; None if it must not join.
             at_least: Step to which to move the order if not all have arrived.
+            ends: End the order, if this rank has joined it.
         """
         self._next_look_s = time.monotonic() + _LOOK_S
-        wakes = self._signals.wakes
+        sleeps, wakes = self._signals.sleeps, self._signals.wakes
         is_woken = wakes != self._wakes
         text = self._ranks.exchange(_NAME, "", "")
         while text is not None:
             order = SleepOrder.from_text(text)
-            changed = self._changed(order, steps, at_least, is_woken=is_woken)
+            changed = self._changed(order, steps, at_least, is_woken=is_woken, ends=ends)
             if changed == order:
-                self._follow(order, wakes)
+                self._follow(order, sleeps, wakes)
                 return
             wanted = changed.to_text()
             text = self._ranks.exchange(_NAME, text, wanted)
             is_woken = is_woken and text != wanted
         self._is_lost = True
+        if self._order.arrived != self._all and not self.was_asked_here:
+            self._signals.asked = False
         self._tell(
             "the other ranks cannot be reached any more, because the key-value store of the job is lost:"
             " signals act on this process only, so send them to every rank"
         )
 
     def _changed(
-        self, order: SleepOrder, steps: int | None, at_least: int, *, is_woken: bool
+        self,
+        order: SleepOrder,
+        steps: int | None,
+        at_least: int,
+        *,
+        is_woken: bool,
+        ends: bool,
     ) -> SleepOrder:
         """Return what this rank makes of the order; the same if it has nothing to change."""
         signals = self._signals
         if self._followed not in (None, order.number):  # it has ended
-            self._followed, signals.asked = None, False
+            self._followed, self._past_sleeps = None, self._seen_sleeps
+            if signals.sleeps == self._seen_sleeps:
+                signals.asked = False
         if not order.step:
             if steps is None or not signals.asked:
                 return order
             return replace(order, step=steps + 1, saves=self._has_checkpointer, joined=self._bit)
-        if not signals.asked and (self._followed is not None or is_woken):
+        is_to_go_on = not signals.asked and (self._followed is not None or is_woken)
+        if is_to_go_on or (ends and order.joined & self._bit):
             return SleepOrder(number=order.number + 1)
         if steps is None or order.arrived == self._all:
             return order
@@ -249,11 +285,13 @@ class SleepAgreement:
             arrived=arrived | self._bit if step == steps else arrived,
         )
 
-    def _follow(self, order: SleepOrder, wakes: int) -> None:
-        """Note the order in force, which takes ``wakes`` requests to go on into account."""
-        self._order, self._wakes = order, wakes
+    def _follow(self, order: SleepOrder, sleeps: int, wakes: int) -> None:
+        """Note the order in force, which takes these numbers of requests into account."""
+        self._order, self._seen_sleeps, self._wakes = order, sleeps, wakes
         if order.step and order.joined & self._bit and self._followed is None:
             self._followed, self._leap = order.number, 1
+            if not self._signals.asked:
+                self._past_sleeps = sleeps
             self._signals.asked = True
             if self._signals.wakes != wakes:  # it came just now
                 self._signals.asked = False
