@@ -13,13 +13,13 @@ from cli_processes import agent_of_two_ranks, end
 import preloaded
 
 TRAIN = """
-    import sys, time, torch
+    import os, sys, time, torch
     from torch.distributed import all_reduce, broadcast_object_list, init_process_group
     from penstock.checkpoint import Checkpointer, training_state
     torch.set_num_threads(1)
     torch.manual_seed(0)
     init_process_group("gloo")
-    rank, steps = torch.distributed.get_rank(), int(sys.argv[1])
+    rank, steps = torch.distributed.get_rank(), int(os.environ["STEPS"])
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
@@ -51,7 +51,7 @@ TRAIN = """
             torch.distributed.barrier()
     print("sum", sum(float(each.detach().double().sum()) for each in model.parameters()), flush=True)
     """
-FOR_EVER = "1000000"
+FOR_EVER = 1_000_000
 PENSTOCK = ["-c", "import sys; from penstock.cli import main; sys.exit(main())"]
 
 
@@ -62,7 +62,7 @@ def work(disk_path):
     return disk_path
 
 
-def start_both(work, agent, *words, resume=False):
+def start_both(work, agent, *words, steps=FOR_EVER, resume=False):
     options = (
         "--flash",
         "spill",
@@ -77,7 +77,10 @@ def start_both(work, agent, *words, resume=False):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [*PENSTOCK, "run", *options, "train.py", *words]
     return [
-        preloaded.Process(command, cwd=work, env={**os.environ, **each}, **pipes) for each in agent
+        preloaded.Process(
+            command, cwd=work, env={**os.environ, **each, "STEPS": str(steps)}, **pipes
+        )
+        for each in agent
     ]
 
 
@@ -116,7 +119,7 @@ def test_both_ranks_sleep_and_wake_together_and_resume_with_the_same_bits(work):
     One rank has the record of the first sleep, as if it was killed before it wrote that of the second.
     """
     with agent_of_two_ranks() as agent:
-        ranks = start_both(work, agent, FOR_EVER)
+        ranks = start_both(work, agent)
         try:
             trained_for(ranks, 2)
             first = suspended_steps(work, ranks, asked=0)
@@ -133,7 +136,7 @@ def test_both_ranks_sleep_and_wake_together_and_resume_with_the_same_bits(work):
             kill(ranks)
     record.write_bytes(earlier)
     with agent_of_two_ranks() as agent:
-        ranks = start_both(work, agent, FOR_EVER, resume=True)
+        ranks = start_both(work, agent, resume=True)
         try:
             for process, steps in zip(ranks, (second[0], first[0]), strict=True):
                 read_line(
@@ -146,9 +149,8 @@ def test_both_ranks_sleep_and_wake_together_and_resume_with_the_same_bits(work):
 @pytest.mark.slow
 def test_ranks_resume_with_the_checkpoint_that_one_of_them_saves(work):
     """That rank asks all others to take part when it saves, so they must be awake."""
-    words = ("60", "own")
     with agent_of_two_ranks() as agent:
-        ranks = start_both(work, agent, *words)
+        ranks = start_both(work, agent, "own")
         try:
             trained_for(ranks, 2)
             saved, last = suspended_steps(work, ranks, asked=1)
@@ -156,12 +158,13 @@ def test_ranks_resume_with_the_checkpoint_that_one_of_them_saves(work):
         finally:
             kill(ranks)
     with agent_of_two_ranks() as agent:
-        first, second = [end(each) for each in start_both(work, agent, *words, resume=True)]
+        resumed = start_both(work, agent, "own", steps=saved + 20, resume=True)
+        first, second = [end(each) for each in resumed]
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert f"suspended after step {saved}" in first.err
     assert f"resumed with the checkpoint of step {saved}" in second.err
     assert first.out.startswith(f"{saved}\n")
     with agent_of_two_ranks() as agent:
-        whole = [end(each) for each in start_both(work, agent, words[0])]
+        whole = [end(each) for each in start_both(work, agent, steps=saved + 20)]
     for resumed, undisturbed in zip((first, second), whole, strict=True):
         assert resumed.out.splitlines()[-1] == undisturbed.out.splitlines()[-1]

@@ -1,6 +1,7 @@
 """Ranks agree on the step after which all of them sleep: threads in place of ranks, with a store."""
 
 import random
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from penstock.swap import sleep_agreement
 from penstock.swap.sleep_agreement import SleepAgreement, SleepOrder
 
 LONG_S = 15
+SLEEPS = 3
+"""Sleeps of each rank in a test that sends signals at any moment."""
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +25,10 @@ def quick(monkeypatch):
     monkeypatch.setattr(sleep_agreement, "_PATIENCE_S", 0.03)
     monkeypatch.setattr(sleep_agreement, "_POLL_S", 0.001)
     monkeypatch.setattr(rank_store, "_GLANCE_S", LONG_S)
+
+
+class Ended(Exception):
+    """The test has seen what it waited for."""
 
 
 class Rank:
@@ -59,10 +66,13 @@ class Rank:
         self.agreement.end()
 
     def train(self, before_step, steps):
-        while self.steps < steps:
-            before_step(self)
-            if self.end_step():
-                self.sleep()
+        try:
+            while self.steps < steps:
+                before_step(self)
+                if self.end_step():
+                    self.sleep()
+        except Ended:
+            self.agreement.end()
 
 
 def ranks_of(size, store=None, **settings):
@@ -70,7 +80,7 @@ def ranks_of(size, store=None, **settings):
     return [Rank(store, number, size, **settings) for number in range(size)]
 
 
-def started(ranks, before_step, *, steps):
+def started(ranks, before_step, *, steps=sys.maxsize):
     threads = [
         threading.Thread(target=each.train, args=(before_step, steps), daemon=True)
         for each in ranks
@@ -90,23 +100,39 @@ def all_asleep(ranks):
     return all(each.is_asleep.wait(LONG_S) for each in ranks)
 
 
-def collective(ranks, *, every=1):
-    """What ranks do in a step: every few steps they wait for each other, as in an all-reduce."""
-    barrier = threading.Barrier(len(ranks), timeout=LONG_S)
+class Collective:
+    """What ranks do in a step: every few steps they wait for each other, as in an all-reduce.
 
-    def before_step(rank):
-        if rank.steps % every == 0:
-            barrier.wait()
+    Training goes on until the test ends it, however long the main thread takes to ask.
+    """
+
+    def __init__(self, ranks, *, every=1):
+        self._barrier = threading.Barrier(len(ranks), timeout=LONG_S)
+        self._every = every
+        self._is_over = False
+
+    def __call__(self, rank):
+        try:
+            if rank.steps % self._every == 0:
+                self._barrier.wait()
+        except threading.BrokenBarrierError:
+            if self._is_over:
+                raise Ended from None
+            raise
         time.sleep(0.0005)
 
-    return before_step
+    def end(self, threads):
+        self._is_over = True
+        self._barrier.abort()
+        end(threads)
 
 
 @pytest.mark.parametrize("every", [1, 2, 7])
 def test_all_sleep_after_the_same_step_and_any_rank_wakes_them(every):
     """With ``every`` above 1 a rank may be steps ahead, in a collective that waits for the others."""
     ranks = ranks_of(3)
-    threads = started(ranks, collective(ranks, every=every), steps=700)
+    step = Collective(ranks, every=every)
+    threads = started(ranks, step)
     for asked, woken in ((0, 2), (1, 1)):
         ranks[asked].ask()
         assert all_asleep(ranks)
@@ -114,7 +140,7 @@ def test_all_sleep_after_the_same_step_and_any_rank_wakes_them(every):
         for each in ranks:
             while each.is_asleep.is_set():
                 time.sleep(0.001)
-    end(threads)
+    step.end(threads)
     first, second, third = (each.slept for each in ranks)
     assert first == second == third
     assert [number for number, _ in first] == [0, 1]
@@ -123,13 +149,14 @@ def test_all_sleep_after_the_same_step_and_any_rank_wakes_them(every):
 
 def test_all_are_asked_at_once():
     ranks = ranks_of(3)
-    threads = started(ranks, collective(ranks), steps=100)
     for each in ranks:
         each.ask()
+    step = Collective(ranks)
+    threads = started(ranks, step)
     assert all_asleep(ranks)
     for each in ranks:
         each.wake()
-    end(threads)
+    step.end(threads)
     assert [len(each.slept) for each in ranks] == [1, 1, 1]
     assert len({each.slept[0] for each in ranks}) == 1
 
@@ -160,23 +187,25 @@ def test_a_wake_before_the_ordered_step_cancels_it_for_all(woken):
         assert [each.end_step() for each in ranks] == [False, False]
     assert not any(each.signals.asked for each in ranks)
     ranks[0].steps = ranks[1].steps
-    threads = started(ranks, collective(ranks), steps=100)  # the next one is followed
-    ranks[1].ask()
+    step = Collective(ranks)
+    threads = started(ranks, step)
+    ranks[1].ask()  # the next one is followed
     assert all_asleep(ranks)
     ranks[0].wake()
-    end(threads)
+    step.end(threads)
     assert ranks[0].slept == ranks[1].slept
 
 
 def test_a_wake_of_the_past_does_not_cancel_an_order():
     ranks = ranks_of(2)
     ranks[1].wake()
-    threads = started(ranks, collective(ranks), steps=400)
+    step = Collective(ranks)
+    threads = started(ranks, step)
     time.sleep(0.1)
     ranks[0].ask()
     assert all_asleep(ranks)
     ranks[1].wake()
-    end(threads)
+    step.end(threads)
 
 
 def test_a_rank_that_cannot_sleep_wakes_the_others():
@@ -188,9 +217,8 @@ def test_a_rank_that_cannot_sleep_wakes_the_others():
         ranks[1].agreement.end()
 
     ranks[1].sleep = refuse
-    threads = started(ranks, collective(ranks), steps=200)
     ranks[0].ask()
-    end(threads)
+    end(started(ranks, Collective(ranks), steps=200))
     assert len(refused) == 1
     assert [step for _, step in ranks[0].slept] in ([], refused)  # it may have been told before
 
@@ -213,7 +241,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_ends_the_order(monkeypatch):
 def test_training_goes_on_while_a_rank_ends_no_step_and_it_is_named():
     first, _, third = ranks_of(3)
     first.ask()
-    end(started([first, third], collective([first, third]), steps=100))
+    end(started([first, third], Collective([first, third]), steps=100))
     assert first.slept == third.slept == []
     assert first.told or third.told
     for told in (first.told, third.told):
@@ -253,8 +281,8 @@ def test_a_rank_that_takes_long_for_a_step_is_waited_for():
         if rank is ranks[1]:
             time.sleep(5 * sleep_agreement._PATIENCE_S)
 
-    threads = started(ranks, before_step, steps=12)
     ranks[0].ask()
+    threads = started(ranks, before_step, steps=12)
     assert all_asleep(ranks)
     assert ranks[0].slept == ranks[1].slept
     assert ranks[0].slept[0][1] < 8
@@ -405,8 +433,9 @@ def test_requests_of_before_a_sleep_end_with_it():
 def test_a_rank_that_loses_the_store_in_its_sleep_sleeps_until_its_own_signal():
     store = Breaking()
     ranks = ranks_of(2, store)
-    threads = started(ranks, collective(ranks), steps=100)
     ranks[0].ask()
+    step = Collective(ranks)
+    threads = started(ranks, step)
     assert all_asleep(ranks)
     store.is_broken = True
     ranks[0].wake()
@@ -415,7 +444,7 @@ def test_a_rank_that_loses_the_store_in_its_sleep_sleeps_until_its_own_signal():
     time.sleep(0.05)
     assert ranks[1].is_asleep.is_set()
     ranks[1].wake()
-    end(threads)
+    step.end(threads)
     assert ranks[0].slept == ranks[1].slept
 
 
@@ -466,13 +495,20 @@ def test_an_order_of_many_ranks_is_written_and_read():
 def test_of_signals_at_any_moment_each_order_has_one_step(seed):
     numbers = random.Random(seed)
     ranks = ranks_of(3)
-    threads = started(ranks, collective(ranks, every=numbers.choice([1, 2])), steps=600)
-    while any(each.is_alive() for each in threads):
+    step = Collective(ranks, every=numbers.choice([1, 2]))
+    threads = started(ranks, step)
+    begun = time.monotonic()
+    while min(len(each.slept) for each in ranks) < SLEEPS and time.monotonic() < begun + 4 * LONG_S:
         time.sleep(numbers.random() * 0.01)
         rank = numbers.choice(ranks)
-        numbers.choice([rank.ask, rank.wake, rank.wake])()
-    end(threads)
+        numbers.choice([rank.ask, rank.wake])()
+    while any(each.is_asleep.is_set() or each.signals.asked for each in ranks):
+        for each in ranks:
+            each.wake()
+        time.sleep(0.02)
+    step.end(threads)
+    assert all(len(each.slept) >= SLEEPS for each in ranks)
     steps = {}
     for each in ranks:
-        for number, step in each.slept:
-            assert steps.setdefault(number, step) == step
+        for number, slept in each.slept:
+            assert steps.setdefault(number, slept) == slept
