@@ -12,6 +12,7 @@ import torch.distributed as dist
 from penstock.runtime import rank_store
 from penstock.runtime.rank_store import RankStore
 from penstock.swap import sleep_agreement
+from penstock.swap.signals import StepSuspender
 from penstock.swap.sleep_agreement import SleepAgreement, SleepOrder
 
 LONG_S = 15
@@ -312,6 +313,44 @@ def test_where_one_rank_has_a_checkpointer_all_sleep_a_step_later():
     assert dues[0] == dues[1]
     assert dues[0][1] == dues[0][0] + 1
     assert all(each.agreement.saves for each in ranks)
+
+
+class Suspender(StepSuspender):
+    """One rank of ``penstock run`` without ``--state``; it only notes the steps of its sleeps."""
+
+    def __init__(self, store, number, size):
+        self.slept = []
+        super().__init__(
+            SimpleNamespace(ranks=RankStore(store, number, size, session=0), on_step=None),
+            tell=lambda line: None,
+            pending=SimpleNamespace(asked=False, sleeps=0, wakes=0),
+        )
+
+    def _sleep(self, **known):
+        self.slept.append(self._steps)
+
+
+def test_a_rank_without_a_record_waits_for_the_checkpoint_of_another():
+    """Only the other one has ``--state``; it may need this one in the step in which it saves."""
+    store = dist.HashStore()
+    saving, mine = Rank(store, 0, 2, has_checkpointer=True), Suspender(store, 1, 2)
+    barrier = threading.Barrier(2, timeout=LONG_S)
+    dues = []
+
+    def train():
+        while len(dues) < 2:
+            barrier.wait()
+            if saving.end_step():
+                dues.append(saving.steps)
+
+    saving.ask()
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    while not mine.slept:
+        barrier.wait()
+        mine.step_over()
+    end([thread])
+    assert mine.slept == dues[1:]
 
 
 class Breaking:

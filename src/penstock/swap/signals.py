@@ -81,6 +81,7 @@ class StepSuspender:
         if record is not None:
             record.set_sleep(self._sleep_with)
             record.set_ranks(lambda: job.ranks)
+        self._waits_for_others = False
         self._refused = -1
         self._prefetch_failed = False
         self._reported_s = 0.0
@@ -112,9 +113,10 @@ class StepSuspender:
         if record is not None:
             record.step_over(self._job, self._steps)
         if not self._is_due():
+            self._waits_for_others = False
             if record is not None:
                 record.cancel()
-        elif record is None or not record.waits_for_checkpoint(of_others=self._others_save):
+        elif not self._waits_for_checkpoint():
             self._sleep()
 
     def _is_due(self) -> bool:
@@ -129,9 +131,13 @@ class StepSuspender:
         saves = self._record is not None and self._record.has_checkpointer
         return self._agreement.is_due(self._steps, has_checkpointer=saves)
 
-    @property
-    def _others_save(self) -> bool:
-        return self._agreement is not None and self._agreement.saves
+    def _waits_for_checkpoint(self) -> bool:
+        """Return whether to train on for one step, after which this rank or another one has saved."""
+        others_save = self._agreement is not None and self._agreement.saves
+        if self._record is not None:
+            return self._record.waits_for_checkpoint(of_others=others_save)
+        self._waits_for_others = others_save and not self._waits_for_others
+        return self._waits_for_others
 
     def _sleep_with(self, checkpoint: str, state: object) -> None:
         """Sleep after a checkpoint that was saved for it."""
