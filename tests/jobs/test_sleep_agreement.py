@@ -353,6 +353,27 @@ def test_a_rank_without_a_record_waits_for_the_checkpoint_of_another():
     assert mine.slept == dues[1:]
 
 
+def test_at_its_end_a_rank_says_why_it_did_not_sleep_if_it_was_asked_itself():
+    store = dist.HashStore()
+    asked, other = (Suspender(store, number, 3) for number in range(2))  # the third is not there
+
+    def ask(rank):
+        rank.signals.sleeps += 1
+        rank.signals.asked = True
+
+    ask(asked)
+    assert "none has ended since" in asked.why_awake
+    asked.step_over()
+    time.sleep(2 * sleep_agreement._LOOK_S)
+    other.step_over()
+    assert other.signals.asked  # it has joined
+    assert "not all of them came" in asked.why_awake
+    assert other.why_awake is None
+    ask(other)
+    assert "none has ended since" in other.why_awake
+    assert asked.slept == other.slept == []
+
+
 class Breaking:
     """A store that works until it is broken, and answers late if told."""
 

@@ -408,11 +408,9 @@ class _RunLifecycle:
         trace.write_trace(self._session.recorder, self._trace, about=about)
 
     def _report_summary(self) -> None:
-        if self._sleeper is not None and self._sleeper.signals.asked:
-            say(
-                "warning: a signal asked the run to sleep, but it did not: it sleeps when the step() of a"
-                " torch optimizer ends, and none has ended since"
-            )
+        reason = None if self._sleeper is None else self._sleeper.why_awake
+        if reason is not None:
+            say(f"warning: a signal asked the run to sleep, but it did not: {reason}")
         summary = None if self._session is None else self._session.summary()
         job = self._job_summary()
         if self.answer is not None:

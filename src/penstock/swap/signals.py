@@ -77,6 +77,7 @@ class StepSuspender:
         self._channel = channel
         self._record = record
         self._steps = 0
+        self._heard_sleeps = 0  # requests that came before the last step ended
         self._agreement: SleepAgreement | None = None
         if record is not None:
             record.set_sleep(self._sleep_with)
@@ -98,11 +99,23 @@ class StepSuspender:
         order = self._channel.look()
         return order.sleep and order.number != self._refused
 
+    @property
+    def why_awake(self) -> str | None:
+        """Reason why the run has not slept although a signal asked this process to; None without one."""
+        if not self.signals.asked:
+            return None
+        if self._agreement is None or self.signals.sleeps > self._heard_sleeps:
+            return "it sleeps when the step() of a torch optimizer ends, and none has ended since"
+        if self._agreement.was_asked_here:
+            return "all ranks sleep after the same step, and not all of them came to it"
+        return None
+
     def step_over(self) -> None:
         """Sleep after a step, if asked to. Raises an exception that interrupts the sleep."""
         if self._guard.in_child:
             return
         self._count()
+        self._heard_sleeps = self.signals.sleeps
         if self.signals.asked and self._channel is not None:
             self.signals.asked = False
             self._tell(
