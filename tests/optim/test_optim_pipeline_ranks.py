@@ -91,6 +91,64 @@ def test_stages_clip_by_the_norm_of_all_of_them_if_they_are_told_the_group(disk_
     )
 
 
+def test_a_rank_that_skips_backward_joins_in_the_norm_of_those_that_update_in_it(disk_path):
+    """Its pass begins in ``step``, and theirs has begun in backward: each rank asks for one norm."""
+    rank_programs.run(
+        disk_path,
+        """
+        CLIP = 0.05
+
+        def trained(make, step_of):
+            torch.manual_seed(rank)
+            model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 3))
+            optimizer = make(model.parameters())
+            for step in range(4):
+                skips = step == 2 and rank == 1
+                if not skips:
+                    random = torch.Generator().manual_seed(10 * step + rank)
+                    model(torch.randn(8, 40, generator=random)).square().mean().backward()
+                gradients = [each.grad + 0 for each in model.parameters() if each.grad is not None]
+                assert len(gradients) == (0 if skips else 4)
+                norm = nn.utils.get_total_norm(sum(on_all(gradients), []))
+                step_of(optimizer, [] if skips else [*model.parameters()], norm, skips)
+                optimizer.zero_grad()
+            return model, optimizer
+
+        norms = []
+
+        def clipped(optimizer, parameters, norm, skips):
+            norms.append(norm)
+            used = norms[max(0, len(norms) - 2)]
+            assert used > CLIP
+            for each in parameters:
+                each.grad.mul_(CLIP / (used + 1e-6))
+            optimizer.step()
+
+        def overlapped(optimizer, parameters, norm, skips):
+            began = optimizer._penstock.overlap.is_under_way
+            began_on.append(on_all(began))
+            optimizer.step()
+            found = optimizer._penstock.last_norm
+            torch.testing.assert_close(found, norm)
+            assert len(set(on_all(found.item()))) == 1
+
+        began_on = []
+        expected, _ = trained(lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True), clipped)
+        model, optimizer = trained(
+            lambda params: FlashAdamW(
+                params, lr=1e-2, flash=flash, tile=1024, clip_norm=CLIP, clip_group=dist.group.WORLD,
+                overlap=True,
+            ),
+            overlapped,
+        )
+        assert began_on == [[False, False], [True, True], [True, False], [True, True]]
+        for mine, other in zip(model.parameters(), expected.parameters()):
+            torch.testing.assert_close(mine, other)
+        optimizer.close()
+        """,
+    )
+
+
 def test_a_group_that_makes_no_sense_is_refused(small):
     with pytest.raises(ConfigError, match="clip_group says over which ranks clip_norm"):
         FlashAdamW(parameters(), clip_group=object(), **small)
