@@ -149,6 +149,31 @@ def test_a_rank_that_skips_backward_joins_in_the_norm_of_those_that_update_in_it
     )
 
 
+def test_stages_that_are_sharded_have_one_norm_by_the_group_with_one_rank_of_each(disk_path):
+    """Without it the norm is that of the stage, over the ranks of its mesh."""
+    rank_programs.run(
+        disk_path,
+        """
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        stage = rank // 2
+        model = nn.Sequential(nn.Linear(30, 40 + stage), nn.Linear(40 + stage, 7))
+        fully_shard(model, mesh=mesh["dp"])
+        for group in (mesh.get_group("pp"), None):
+            optimizer = FlashAdamW(
+                model.parameters(), flash=flash, tile=1024, clip_norm=0.01, clip_group=group
+            )
+            model(torch.randn(8, 30)).square().mean().backward()
+            norm = nn.utils.get_total_norm([each.grad.full_tensor() for each in model.parameters()])
+            by_stage = on_all(norm)[::2]
+            wanted = nn.utils.get_total_norm(by_stage) if group is not None else by_stage[stage]
+            optimizer.step(), optimizer.zero_grad()
+            torch.testing.assert_close(optimizer._penstock.last_norm, wanted)
+            optimizer.close()
+        """,
+        4,
+    )
+
+
 def test_a_group_that_makes_no_sense_is_refused(small):
     with pytest.raises(ConfigError, match="clip_group says over which ranks clip_norm"):
         FlashAdamW(parameters(), clip_group=object(), **small)

@@ -62,8 +62,8 @@ class StatesConfig:
 
     clip_group: Any = None
     """Process group of ``torch.distributed`` over whose ranks the norm of ``clip_norm`` is taken, for
-    ranks with different parameters, as the stages of a pipeline; all of them call ``step``. DTensors need
-    none: their norm is that of all ranks anyway."""
+    ranks with different parameters; all of them call ``step``. The norm of DTensors is that of the ranks
+    of their mesh without it. Stages of a pipeline need it in any case: a group with one rank of each."""
 
     threads: int | None = None
     """Tiles updated at once; ``None``: two, or one with ``overlap`` or on one core."""
