@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import penstock
 from penstock import weights
 from penstock.homed import home_of
-from penstock.io.threads import ThreadEngine
+from penstock.io.threads import Syscalls, ThreadEngine
 from penstock.testing.shared_engine import shared_engine_replaced
 from penstock.weights import build, homes, pieces
 from penstock.weights.resting import RestingParameter
@@ -407,6 +408,32 @@ def test_a_failed_write_ends_the_construction(disk_path, monkeypatch):
     ):
         made.extend(nn.Linear(64, 64) for _ in range(9))
     assert len(made) < 9
+
+
+class SlowWrites(Syscalls):
+    def write(self, *about):
+        time.sleep(0.05)
+        return super().write(*about)
+
+
+def test_what_had_gone_home_when_the_block_failed_is_whole(disk_path, monkeypatch):
+    monkeypatch.setattr(build, "YOUNG_BYTES", 0)
+    made = []
+
+    def fail(make):
+        with penstock.built_on_flash(disk_path, floor=FLOOR):
+            made.extend(make())
+            raise KeyError
+
+    def make():
+        torch.manual_seed(1)
+        return [nn.Linear(512, 512) for _ in range(4)]
+
+    engine = ThreadEngine(threads=1, syscalls=SlowWrites())
+    with shared_engine_replaced(engine), pytest.raises(KeyError):
+        fail(make)
+    for mine, other in zip(made, make(), strict=True):
+        assert torch.equal(mine.weight, other.weight)
 
 
 def test_a_failed_read_in_the_block_names_the_weight(disk_path, monkeypatch):

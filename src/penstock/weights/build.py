@@ -24,7 +24,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -36,7 +36,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from penstock.core import knobs
-from penstock.core.errors import ConfigError, PenstockWarning
+from penstock.core.errors import ConfigError, PenstockWarning, TransferError
 from penstock.core.locks import Lock
 from penstock.core.process import fork_guard
 from penstock.core.units import MIB, format_bytes, parse_bytes
@@ -332,6 +332,8 @@ class ModelBuilder:
         """End; what has a home rests there, and what has none is in memory."""
         with self.lock:
             self._is_closed = True
+            with suppress(TransferError):  # after an error, too, what rests is to be whole
+                self._writer.finish()
             self._writer.close()
             self._files.trim()  # so that the files are gone with their homes
             for young in self._young.values():
