@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from penstock.runtime.rank_store import RankStore
     from penstock.swap.space import SwapSpace
     from penstock.swap.suspend import Suspended
-    from penstock.weights.build import ScriptModels
     from penstock.weights.relocation import Relocation
+    from penstock.weights.script_models import ScriptModels
     from penstock.weights.streamer import WeightStreamer
 
 _numbers = itertools.count()
@@ -399,7 +399,7 @@ class Session:
         Raises:
             ConfigError: A directory of the session is not usable.
         """
-        from penstock.weights.build import ScriptModels  # noqa: PLC0415
+        from penstock.weights.script_models import ScriptModels  # noqa: PLC0415
 
         if self._weights is not None and self._device.type == "cpu":
             self._script_models = ScriptModels(self.config.directories, self.config.floor_bytes)

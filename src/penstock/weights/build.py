@@ -23,8 +23,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parameter import is_lazy
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockWarning, TransferError
@@ -76,19 +75,20 @@ class _Young:
         self.home = home
 
 
-class _Active(threading.local):
+class Active(threading.local):
     """Builder of this thread; any thread may have closed it."""
 
     builder: weakref.ref[ModelBuilder] | None = None
-    script: ScriptModels | None = None
+    end_script: Callable[[], None] | None = None
+    """Ends what builds for a script that knows nothing of it (:mod:`.script_models`)."""
 
 
-_active: Final = _Active()
+active: Final = Active()
 
 
 def _builder() -> ModelBuilder | None:
     """Return the builder that this thread gives its parameters to, if any."""
-    builder = None if _active.builder is None else _active.builder()
+    builder = None if active.builder is None else active.builder()
     return builder if builder is not None and builder.is_open else None
 
 
@@ -394,74 +394,22 @@ def built_on_flash(
         NoSpaceError: The directory has no room for the next parameter; raised where that is constructed.
         TransferError: A parameter could not be written; the model is not usable.
     """
-    if _active.script is not None:
-        _active.script.end()  # this script builds its models itself
+    if active.end_script is not None:
+        active.end_script()  # this script builds its models itself
     if _builder() is not None:
         raise ConfigError(
             "built_on_flash is used inside another one: one block builds a whole model"
         )
     floor_bytes = knobs.floor_bytes() if floor is None else parse_bytes(floor, what="floor")
     builder = ModelBuilder(directory, max(1, floor_bytes))
-    with _building(builder):
+    with building(builder):
         yield
         builder.finish()
         builder.warn()
 
 
-class ScriptModels:
-    """Lets the models that a script's thread constructs rest on flash, until one of them is to run.
-
-    As :func:`built_on_flash`, for a script that knows nothing of it. A model may run in any thread.
-    """
-
-    def __init__(self, directories: Sequence[StrPath], floor_bytes: int) -> None:
-        """Begin, for the parameters that this thread registers.
-
-        Args:
-            directories: Directories on flash.
-            floor_bytes: Least size of a parameter that rests in a file.
-
-        Raises:
-            ConfigError: A directory is missing, not writable or in memory.
-        """
-        builder = ModelBuilder(directories, max(1, floor_bytes))
-        self._builder: ModelBuilder | None = builder
-        self._floor_bytes = floor_bytes
-        self._stack = ExitStack()
-        self._stack.enter_context(_building(builder))
-        _active.script = self
-
-    def before_run(self, model: Module) -> None:
-        """End, if a model that is to run has a parameter that is not small. Raises as ``end`` does."""
-        builder = self._builder
-        if builder is None or not builder.is_open:
-            return
-        known = (each for each in model.parameters() if not is_lazy(each))
-        dense = (each for each in known if each.layout == torch.strided)
-        if any(each.nbytes >= self._floor_bytes for each in dense):
-            self.end()
-
-    def end(self, *, finish: bool = True) -> None:
-        """End; models that are constructed later are in memory. Idempotent.
-
-        Args:
-            finish: Send home what has been constructed; False: leave the latest in memory.
-
-        Raises:
-            NoSpaceError: There is no room for the last parameters.
-            TransferError: One could not be written.
-        """
-        builder = self._builder
-        if builder is None:
-            return
-        with builder.lock, self._stack:
-            if finish and builder.is_open:
-                builder.finish()
-        self._builder = None  # it has the files, which are to be gone with their weights
-
-
 @contextmanager
-def _building(builder: ModelBuilder) -> Iterator[None]:
+def building(builder: ModelBuilder) -> Iterator[None]:
     """Tell a builder of the parameters that this thread registers in the block, and close it."""
 
     def registered(module: Module, name: str, parameter: Parameter | None) -> None:
@@ -469,7 +417,7 @@ def _building(builder: ModelBuilder) -> Iterator[None]:
             builder.registered(module, name, parameter)
 
     hook = register_module_parameter_registration_hook(registered)
-    _active.builder = weakref.ref(builder)
+    active.builder = weakref.ref(builder)
     _copies.notice()
     try:
         yield
