@@ -141,7 +141,7 @@ def test_where_nothing_pays_it_says_so(steps):
 def test_a_session_encodes_as_is_planned(steps, disk_path, one_thread):
     _, tried = steps
     # so slow that the fewest bytes are best, however long each codec is measured to take
-    slow = replace(SLOW, flash_write_bytes_per_s=2e6, flash_read_bytes_per_s=2e6)
+    slow = replace(SLOW, flash_write_bytes_per_s=2e4, flash_read_bytes_per_s=2e4)
     path = disk_path / "slower.toml"
     path.write_text(slow.to_toml())
     options = options_of("--machine", str(path), "--codec", "auto")
