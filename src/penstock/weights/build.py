@@ -4,7 +4,8 @@
     A hook of torch's is told of every parameter that a module gets. The parameter stays in its memory
     for a while, for its initialiser to work there; it is *young*. When there are too many young ones, the
     oldest get a home, are written there, and rest. Random numbers are drawn by nobody else and in no
-    other order, so the values are those of a model in memory, bit by bit.
+    other order, so the values are those of a model in memory, bit by bit. Those of a large parameter
+    are drawn by several threads (:mod:`.draws`).
 
     A resting weight that is touched, as by initialisers that run when the whole model is there, is
     brought to memory and is young again. It is not written through the mapping of its home, which would
@@ -36,7 +37,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockWarning, TransferError
-from penstock.core.locks import Lock
 from penstock.core.process import fork_guard
 from penstock.core.units import MIB, format_bytes, parse_bytes
 from penstock.homed import home_of, is_sharded, move_out, use_count
@@ -46,6 +46,7 @@ from penstock.observe.clients import WEIGHTS
 from penstock.store.arena import Arena
 from penstock.store.blob import StrPath
 from penstock.store.checksums import RunningSum
+from penstock.weights.draws import Draw, drawn
 from penstock.weights.homes import (
     Home,
     WeightFiles,
@@ -54,6 +55,7 @@ from penstock.weights.homes import (
     show,
     view_like,
 )
+from penstock.weights.noticed import Noticed
 from penstock.weights.pieces import PieceWriter
 from penstock.weights.read_failures import AGAIN, named_reads
 
@@ -418,49 +420,46 @@ def building(builder: ModelBuilder) -> Iterator[None]:
 
     hook = register_module_parameter_registration_hook(registered)
     active.builder = weakref.ref(builder)
-    _copies.notice()
+    for each in _noticed:
+        each.begin()
     try:
         yield
     finally:
-        _copies.forget()
+        for each in _noticed:
+            each.end()
         hook.remove()
         builder.close()
 
 
-class _Copies:
-    """Lets deep copies of young parameters be young: no module registers them before all are there."""
+def _with_copies(plain: Callable[..., Parameter]) -> Callable[..., Parameter]:
+    """Let deep copies of young parameters be young: no module registers them before all are there."""
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._count = 0
-        self._plain = Parameter.__deepcopy__
+    def noticed(parameter: Parameter, memo: dict[int, Any]) -> Parameter:
+        copy = plain(parameter, memo)
+        builder = _builder()
+        if builder is not None:
+            builder.add(copy, "a deep copy")
+        return copy
 
-    def notice(self) -> None:
-        """Begin, for one builder more."""
-        with self._lock:
-            self._count += 1
-            if self._count > 1:
-                return
-            self._plain = plain = Parameter.__deepcopy__
-
-            def noticed(parameter: Parameter, memo: dict[int, Any]) -> Parameter:
-                copy: Parameter = plain(parameter, memo)  # type: ignore[no-untyped-call]
-                builder = _builder()
-                if builder is not None:
-                    builder.add(copy, "a deep copy")
-                return copy
-
-            Parameter.__deepcopy__ = noticed  # type: ignore[method-assign, assignment]
-
-    def forget(self) -> None:
-        """End for one builder."""
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                Parameter.__deepcopy__ = self._plain  # type: ignore[method-assign]
+    return noticed
 
 
-_copies: Final = _Copies()
+def _with_draws(plain: Draw) -> Draw:
+    """Let several threads draw the numbers of a large tensor for a thread that builds."""
+
+    def noticed(tensor: Tensor, *args: Any, **named: Any) -> Tensor:
+        if _builder() is None:
+            return plain(tensor, *args, **named)
+        return drawn(plain, tensor, *args, **named)
+
+    return noticed
+
+
+_noticed: Final = (
+    Noticed(Parameter, "__deepcopy__", _with_copies),
+    Noticed(Tensor, "uniform_", _with_draws),
+    Noticed(Tensor, "normal_", _with_draws),
+)
 
 
 def _is_large(parameter: Parameter, floor_bytes: int) -> bool:
