@@ -205,13 +205,11 @@ def assert_same(found, expected, where=""):
         assert found == expected, where
 
 
-class Traffic:
-    """Bytes of weights that are read and written, from a moment on."""
+class TierTraffic:
+    """Bytes that are read from a tier and written to it, from a moment on."""
 
-    def __init__(self, streamer):
-        self.weights = streamer.total_bytes
+    def __init__(self, tier):
         self.read = self.written = 0
-        tier = next(iter(streamer._table.stays)).home.tier
         self._read, self._write = tier.read, tier.write
         tier.read, tier.write = self._count_read, self._count_write
 
@@ -225,6 +223,14 @@ class Traffic:
 
     def reset(self):
         self.read = self.written = 0
+
+
+class Traffic(TierTraffic):
+    """Bytes of weights that are read and written, from a moment on."""
+
+    def __init__(self, streamer):
+        self.weights = streamer.total_bytes
+        super().__init__(next(iter(streamer._table.stays)).home.tier)
 
 
 def settle(streamer):

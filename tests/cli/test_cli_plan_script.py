@@ -287,7 +287,7 @@ def test_the_text_answers_with_a_sentence_a_table_and_a_picture(work):
     assert "LBFGS is not element-wise" in unknown.out
     assert whole.code == 0, whole.err
     step = json.loads(whole.out)
-    assert (step["network"], step["device"]) == ("-m train", "cpu")
+    assert (step["network"], step["device"], step["update"]) == ("-m train", "cpu", "step")
     assert (step["units"], step["unit"], step["optimizer"]) == (1024, "samples", "AdamW")
     assert step["step"]["weight_bytes"] == 4 * (6 * 513 * 512 + 513 * 10)
     assert step["step"]["disk_bytes"] > 2 * step["step"]["weight_bytes"]

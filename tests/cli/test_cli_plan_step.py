@@ -138,6 +138,25 @@ def test_forward_alone_reads_each_weight_once_and_writes_nothing(capsys, own):
     assert "forward only" in capsys.readouterr().out
 
 
+def test_updates_in_step_have_gradients_that_wait(capsys, own):
+    words = [f"{own}:build", "--batch", "8", "--machine", "cpu", *FLASH, "--update", "step"]
+    layer = 2 * 1024 * 1024  # beside its bias, whose gradient stays in memory
+    facts = told(capsys, *words, "--gradient-memory", "5MiB", "--memory", "1GiB")
+    step = facts["step"]
+    assert facts["update"] == "step"
+    assert step["moved"]["gradients"] == step["memory"]["gradients"] == 2 * layer
+    assert step["written_bytes"] == sum(
+        step["moved"][name] for name in ("weights_written", "records_written", "gradients")
+    )
+    changes = {one["change"]: one["step"] for one in facts["changes"]}
+    assert changes["updates in backward"]["moved"]["gradients"] == 0
+    assert main(["plan", *map(str, words), "--gradient-memory", "5MiB"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for line in ("updated in step()", "but not in step()", "updates in step()"):
+        assert line in out
+    assert out.count("gradients that wait") == 2
+
+
 def test_ranks_divide_weights_flash_and_wear(capsys):
     words = [*TINY, "--batch", "2", *FLASH, "--tbw", "1TB", "--memory", "170MiB"]
     alone = told(capsys, *words)
@@ -230,6 +249,12 @@ def test_too_little_flash_is_refused_with_the_largest_model(capsys):
         (["--batch", "2", "--format", "int8"], "--format needs --weights flash"),
         (["--batch", "2", "--forward-only"], "--forward-only needs --weights flash"),
         (["--tokens", "64"], "--tokens needs --weights flash"),
+        (["--batch", "2", "--update", "step"], "--update needs --weights flash"),
+        (["--batch", "2", "--ranks", "2", "--update", "step"], "--update step is for one process"),
+        (
+            ["--batch", "2", *FLASH, "--forward-only", "--gradient-memory", "0B"],
+            "--gradient-memory does not go with --forward-only",
+        ),
         (["--batch", "2", "--nodes", "2"], "--nodes needs --ranks"),
         (["--batch", "2", *FLASH, "--peer-rate", "1GB/s"], "--peer-rate needs --ranks"),
         (["--batch", "2", "--ranks", "8", "--nodes", "3"], "among 3 nodes"),

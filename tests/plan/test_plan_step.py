@@ -20,8 +20,17 @@ from penstock.plan import (
 )
 from penstock.plan.ranks import PARALLEL, Ranks
 from penstock.plan.replay.step_walk import replay_step
-from penstock.plan.training_step import StepPlanner, forward_part, least_window, without_weights
+from penstock.plan.training_step import (
+    FLYING_BYTES,
+    StepPlanner,
+    forward_part,
+    least_window,
+    without_weights,
+)
 from penstock.plan.weights import (
+    IN_BACKWARD,
+    IN_STEP,
+    LEAST_SPILLED_BYTES,
     SMALL_BYTES,
     ModuleWeights,
     StepBytes,
@@ -29,7 +38,9 @@ from penstock.plan.weights import (
     WeightUse,
     forward_only,
     share_of,
+    spilled_gradients,
     step_bytes,
+    updated_in_step,
     with_records,
 )
 from tries import tries
@@ -376,6 +387,71 @@ def test_a_profile_of_the_whole_device_loses_what_is_planned_apart():
     assert without_weights(saved_only, weights_of([MB, MB])) is saved_only
 
 
+# -- updates in step() ------------------------------------------------------------------------------
+
+
+def test_updates_in_step_come_after_backward_and_gradients_wait_for_them():
+    count, each = 8, 2 * MB
+    profile, weights = chain([2 * MS] * count), weights_of([each] * count, records=4)
+    records = sum(one.record_bytes for one in weights)
+    gradients = sum(one.gradient_bytes for one in weights)
+
+    def planned(**settings):
+        return planner(profile, weights, weights_stay=True, **settings).plan(10**9)
+
+    def tail_ns(read, written):
+        return (read / BOX.flash_read_bytes_per_s + written / BOX.flash_write_bytes_per_s) * 1e9
+
+    waiting = planned(update=IN_STEP, saved_bytes=MB, gradient_memory=10**9)
+    assert waiting.memory.gradients == count * each
+    assert waiting.replayed.moved.gradients == 0
+    cached = sum(one.record_bytes for one in weights if one.module in waiting.cached)
+    tail = waiting.replayed.tail_ns
+    assert tail == pytest.approx(tail_ns(records - cached, records - cached), rel=1e-3)
+    found = planner(profile, weights, weights_stay=True, update=IN_STEP, gradient_memory=0)
+    spilled = found.plan(found.least.total)
+    assert spilled.memory.gradients == 0
+    assert spilled.replayed.moved.gradients == gradients
+    assert spilled.read_bytes == spilled.written_bytes == records + gradients
+    # written while backward computes, and read with the records
+    assert spilled.replayed.tail_ns == pytest.approx(
+        tail_ns(records + gradients, records), rel=0.02
+    )
+    assert spilled.replayed.stall_ns == 0
+    backward = planner(profile, weights, weights_stay=True)
+    assert backward.plan(backward.least.total).replayed.step_ns < spilled.replayed.step_ns
+
+
+def test_a_step_updates_on_a_cpu_after_backward_whatever_stays():
+    machine = replace(BOX, compute=Compute(1e12, 1e12, 1.0, 10e9, 0.0))
+    found = planner(chain([MS] * 4), weights_of([MB] * 4, records=4), machine, update=IN_STEP)
+    plan = found.plan(10**9)
+    assert plan.read_bytes == plan.written_bytes == plan.replayed.update_delay_ns == 0
+    assert plan.replayed.tail_ns == pytest.approx(plan.replayed.update_ns, rel=1e-3)
+    assert plan.hidden_factor == 0
+
+
+def test_gradients_wait_in_memory_if_that_makes_the_step_shorter():
+    each = 10 * PAGE * 256
+    profile, weights = chain([MS // 100] * 16), weights_of([each] * 16)
+    found = planner(profile, weights, update=IN_STEP, weights_stay=True)
+    least = found.plan(found.least.total)
+    assert least.memory.gradients == 0
+    assert least.memory.window >= FLYING_BYTES
+    more = found.plan(found.least.total + 15 * each)
+    assert more.memory.gradients > 0
+    assert more.replayed.moved.gradients < least.replayed.moved.gradients == 16 * each
+
+
+def test_the_first_gradients_of_a_backward_stay_and_short_ones_always():
+    sizes = [3 * MB, LEAST_SPILLED_BYTES, 2 * MB, MB]
+    weights = updated_in_step(weights_of(sizes), 2 * len(sizes))
+    assert spilled_gradients(weights, 0) == {"m0", "m2", "m3"}
+    assert spilled_gradients(weights, 3 * MB) == {"m0"}
+    assert spilled_gradients(weights, 10 * MB) == frozenset()
+    assert spilled_gradients(weights_of(sizes), 0) == frozenset()  # nothing waits
+
+
 # -- what holds for all -----------------------------------------------------------------------------
 
 
@@ -426,19 +502,22 @@ def steps(draw):
         network_bytes_per_s=draw(st.sampled_from([0.0, 1e9, 1e11])),
     )
     ranks = Ranks(draw(st.sampled_from([1, 2, 3, 64])), parallel=draw(st.sampled_from(PARALLEL)))
-    return profile, ranks.divide(weights), machine
+    return profile, ranks.divide(weights), machine, ranks
 
 
 @settings(max_examples=tries(60), deadline=None)
 @given(steps(), st.data())
 def test_any_choice_moves_its_bytes_within_its_memory_and_no_faster_than_its_bounds(step, data):
-    profile, weights, machine = step
+    profile, weights, machine, ranks = step
     names = [one.module for one in weights]
     kept = frozenset(data.draw(st.sets(st.sampled_from(names))))
     cached = frozenset(data.draw(st.sets(st.sampled_from(names))))
     uses = [(one.module, number) for one in weights for number in range(len(one.uses))]
     stays = frozenset(data.draw(st.sets(st.sampled_from(uses))))
-    choice = WeightsChoice(kept, cached, stays=stays)
+    if ranks.count == 1 and data.draw(st.booleans()):
+        weights = updated_in_step(weights, len(profile.operators))
+    spilled = spilled_gradients(weights, data.draw(st.sampled_from([0, 9 * MB, 10**12])))
+    choice = WeightsChoice(kept, cached, stays=stays, spilled=spilled)
     window = least_window(profile, weights, choice) + data.draw(st.sampled_from([0, MB, 99 * MB]))
     choice = replace(choice, window_bytes=window)
     plan = policies.get(data.draw(st.sampled_from(["keep", "ranked", "all"])))(
@@ -461,8 +540,10 @@ def test_any_choice_moves_its_bytes_within_its_memory_and_no_faster_than_its_bou
 @settings(max_examples=tries(25), deadline=None)
 @given(steps(), st.sampled_from(["keep", "all", "ranked"]), st.data())
 def test_more_memory_never_makes_a_step_longer_and_is_never_exceeded(step, policy, data):
-    profile, weights, machine = step
-    found = planner(profile, weights, machine, policy)
+    profile, weights, machine, ranks = step
+    update = data.draw(st.sampled_from([IN_BACKWARD, IN_STEP][: 1 + (ranks.count == 1)]))
+    found = planner(profile, weights, machine, policy, update=update)
+    weights = found.weights
     least = found.least.total
     more = data.draw(st.lists(st.integers(0, 40 * MB), min_size=1, max_size=4))
     plans = [found.plan(least + extra) for extra in sorted({0, *more})]
@@ -472,7 +553,8 @@ def test_more_memory_never_makes_a_step_longer_and_is_never_exceeded(step, polic
         saved = found.saved_bytes(plan.memory_bytes)
         assert saved is None or saved <= plan.memory_bytes
         assert plan.memory.total <= plan.memory_bytes
-        assert plan.replayed.peak_bytes <= plan.memory.window + plan.memory.saved
+        room = plan.memory.window + plan.memory.saved + plan.memory.gradients
+        assert plan.replayed.peak_bytes <= room
         assert plan.replayed.step_ns >= plan.bounds.step
         assert set(plan.order) == {
             one.module

@@ -13,6 +13,7 @@ from penstock.core.errors import ConfigError
 from penstock.plan import policies
 from penstock.plan.machine import Machine
 from penstock.plan.ranks import PARALLEL
+from penstock.plan.weights import IN_BACKWARD, IN_STEP
 
 _EXAMPLES: Final = """\
 examples:
@@ -121,6 +122,16 @@ def parser() -> argparse.ArgumentParser:
             " as in a session with that limit (default: what makes the step shortest)",
         )  # fmt: skip
     made.add_argument(
+        "--update", choices=(IN_BACKWARD, IN_STEP), help="with --weights flash or --ranks: update weights"
+        " in backward, as a flash optimizer with overlap does, or in step(), until which gradients wait"
+        " (default: backward; with --script step, as under penstock run)",
+    )  # fmt: skip
+    made.add_argument(
+        "--gradient-memory", metavar="SIZE", type=size, help="with --weights flash or --ranks: what"
+        " gradients that wait have of --memory; the others wait on flash (default: what makes the step"
+        " shortest)",
+    )  # fmt: skip
+    made.add_argument(
         "--format", choices=FORMATS, help="with --weights flash or --ranks: format of the records"
         " (default: exact)",
     )  # fmt: skip
@@ -215,7 +226,7 @@ def _refuse_step_options(options: argparse.Namespace) -> None:
     for name in OF_RANKS:
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --ranks")
-    for name in ("tokens", "memory", "format"):
+    for name in ("tokens", "memory", "format", "update", "gradient_memory"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name} needs --weights flash or --ranks")
     if options.forward_only:

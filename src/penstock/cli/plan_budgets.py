@@ -34,6 +34,7 @@ from penstock.plan.plan import Action, Plan
 from penstock.plan.profile import Profile
 from penstock.plan.ranks import Ranks
 from penstock.plan.replay import replay
+from penstock.plan.weights import IN_STEP
 from penstock.report.budget_plot import plot_budgets
 from penstock.report.budget_table import (
     BudgetCost,
@@ -226,6 +227,8 @@ class BudgetRequest:
             forward_only=False,
             weights_stay=weights_stay,
             states=states,
+            update=IN_STEP,
+            gradient_memory=_AMPLE_BYTES if weights_stay else None,
         )
         least = request.planner.least.total
         plan = replace(request, memory_bytes=least).plan()

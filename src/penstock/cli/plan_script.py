@@ -48,10 +48,10 @@ _OF_THE_SCRIPT: Final = {
     "save_plan": "give penstock run the budget: its session makes the plan",
 }
 """Options that do not go with ``--script``, and what to do."""
-_OF_WHOLE_STEPS: Final = ("format", *OF_RANKS)
+_OF_WHOLE_STEPS: Final = ("format", "update", "gradient_memory", *OF_RANKS)
 _SIZES: Final = (
     *("memory", "host_memory", "flash_memory", "tbw"),
-    *("weights_memory", "saved_memory"),
+    *("weights_memory", "saved_memory", "gradient_memory"),
 )
 
 

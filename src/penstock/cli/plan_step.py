@@ -35,7 +35,13 @@ from penstock.core.units import format_bytes, parse_bandwidth, round_up
 from penstock.plan import Machine, policies
 from penstock.plan.ranks import PARALLEL, Ranks
 from penstock.plan.training_step import ENGINE_BYTES, StepPlan, StepPlanner, forward_part
-from penstock.plan.weights import ModuleWeights, forward_only, with_records
+from penstock.plan.weights import (
+    IN_BACKWARD,
+    IN_STEP,
+    ModuleWeights,
+    forward_only,
+    with_records,
+)
 from penstock.report.step_table import ChangedStep, changed_steps, ranks_line, whole_step
 
 _STATES: Final = {
@@ -79,6 +85,10 @@ class StepRequest:
     saved_bytes: int | None = None
     states: tuple[str, ...] | None = None
     """Names of the optimizer's states, if they are known otherwise than by its name."""
+    update: str = IN_BACKWARD
+    """When weights are updated: ``IN_BACKWARD`` or ``IN_STEP``."""
+    gradient_memory: int | None = None
+    """Memory of gradients that wait; None: as much as makes the step shortest."""
 
     @cached_property
     def machine(self) -> Machine:
@@ -129,6 +139,8 @@ class StepRequest:
             weights_stay=self.weights_stay,
             weights_bytes=self.weights_bytes,
             saved_bytes=self.saved_bytes,
+            update=self.update,
+            gradient_memory=self.gradient_memory,
         )
 
     @property
@@ -200,6 +212,14 @@ def check_step_options(options: argparse.Namespace) -> None:
             "--policy all does not go with --weights flash or --ranks; name one policy"
         )
     policies.get(options.policy)
+    for name in ("update", "gradient_memory"):
+        if options.forward_only and getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} does not go with --forward-only, which has no update")
+    if options.update == IN_STEP and options.ranks is not None:
+        raise ConfigError(
+            "--update step is for one process; the plan of --ranks updates in backward"
+        )
 
 
 def check_step(
@@ -266,6 +286,10 @@ def check_step(
         weights_bytes=_part(options, "weights_memory"),
         saved_bytes=_part(options, "saved_memory"),
         states=states,
+        update=options.update or (IN_BACKWARD if recorded is None or options.ranks else IN_STEP),
+        gradient_memory=None
+        if options.gradient_memory is None
+        else bytes_of(options, "gradient_memory", 0),
     )
 
 
@@ -375,6 +399,8 @@ def _changes(request: StepRequest, plan: StepPlan) -> Iterator[ChangedStep]:
         yield _changed(f"twice the nodes, {more_nodes.nodes}", replace(request, ranks=more_nodes))
         other = next(one for one in PARALLEL if one != ranks.parallel)
         yield _changed(other, replace(request, ranks=replace(ranks, parallel=other)))
+    if request.update == IN_STEP:
+        yield _changed("updates in backward", replace(request, update=IN_BACKWARD))
     more = replace(request, memory_bytes=2 * request.memory_bytes)
     is_given = request.weights_bytes is not None and request.saved_bytes is not None
     if (plan.read_bytes or plan.written_bytes) and not is_given:
@@ -412,7 +438,7 @@ def text(
         "forward only"
         if request.forward_only
         else f"{plan.parameters / 1e6:.4g} M trained parameters, with records of {request.optimizer} in"
-        f" format {request.format}"
+        f" format {request.format}{', updated in step()' if plan.in_step else ''}"
     )
     where = "in memory" if request.weights_stay else "on flash"
     head.append(
@@ -451,6 +477,7 @@ def document(request: StepRequest, plan: StepPlan, changes: list[ChangedStep]) -
         "format": request.format,
         "forward_only": request.forward_only,
         "policy": request.policy,
+        "update": request.update,
         "memory_bytes": request.memory_bytes,
         "flash_bytes": request.flash_bytes,
         "tbw_bytes": request.tbw_bytes,

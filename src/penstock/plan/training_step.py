@@ -26,12 +26,18 @@ from penstock.plan.replay.step_moves import MOST_PIECES, step_slots, update_ns
 from penstock.plan.replay.step_walk import ReplayedStep, replay_step
 from penstock.plan.weight_stays import weight_stays
 from penstock.plan.weights import (
+    IN_BACKWARD,
+    IN_STEP,
     SMALL_BYTES,
     ModuleWeights,
     StepBytes,
     WeightsChoice,
+    moved_in_step,
     share_of,
+    spilled_gradients,
     step_bytes,
+    updated_in_step,
+    waiting_bytes,
 )
 
 Policy = Callable[[Profile, Machine, Budgets], Plan]
@@ -55,6 +61,10 @@ _FEW: Final = 6
 """Plans that are replayed at most for a session."""
 _SAVED: Final = (0.0, 0.5, 1.0)
 """Budgets of saved tensors that are tried, between the least and all of them."""
+_WAITING: Final = (0.0, 0.5, 1.0)
+"""Shares of the gradients that wait for which memory is tried."""
+FLYING_BYTES: Final = 64 * MIB
+"""Most bytes of gradients on their way to flash at once, beside those that wait in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +81,13 @@ class StepMemory:
     """Buffers of transfers."""
     saved: int
     """Saved tensors; on an accelerator everything else on the device, too."""
+    gradients: int = 0
+    """Gradients that wait for ``step()``, or for what other backwards add to them."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.kept + self.cached + self.window + self.rings + self.saved
+        return self.kept + self.cached + self.window + self.rings + self.saved + self.gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +161,8 @@ class StepPlan:
     """Number of trained parameters, of all ranks together."""
     weights_stay: bool
     """True if weights never leave memory."""
+    in_step: bool
+    """True if ``step()`` updates weights, after backward."""
     weight_bytes: int
     """Bytes of all weights, of all ranks together."""
     bounds: StepBounds
@@ -156,7 +170,7 @@ class StepPlan:
     hidden_factor: float | None
     """How many times as many tokens a step (images, sequences) would just hide the flash behind compute;
     1 or less: it is hidden. None: no number would, since saved tensors take longer to move than to
-    compute."""
+    compute. Updates in ``step()`` come after that, and are not hidden."""
     network_factor: float
     """The same for the network, whose bytes do not grow with the tokens; 0 if it takes no time."""
 
@@ -266,6 +280,8 @@ class StepPlanner:
         most_saved_bytes: int = _AMPLE_BYTES,
         weights_bytes: int | None = None,
         saved_bytes: int | None = None,
+        update: str = IN_BACKWARD,
+        gradient_memory: int | None = None,
     ) -> None:
         """Prepare.
 
@@ -284,6 +300,9 @@ class StepPlanner:
             most_saved_bytes: Larger budgets of saved tensors are not tried, unless the least one is.
             weights_bytes: Memory of weights, but for small ones; None: what makes the step shortest.
             saved_bytes: Budget of saved tensors; None: the same.
+            update: ``IN_BACKWARD`` or ``IN_STEP``; with the second ranks must not divide weights.
+            gradient_memory: Memory of gradients that wait for other backwards, or for ``step()``; the
+                others wait on flash. None: what makes the step shortest.
 
         Raises:
             NoSpaceError: Flash has no room for weights and records.
@@ -296,7 +315,10 @@ class StepPlanner:
                 " make it from shapes, with its weights"
             )
         self._profile = without_weights(profile, weights)
-        self._weights = tuple(weights)
+        self.weights = tuple(weights)
+        if update == IN_STEP:
+            self.weights = updated_in_step(self.weights, len(profile.operators))
+        self._gradient_memory = gradient_memory
         self._machine = machine
         self._policy = policy
         self._least_policy = least_policy or policy
@@ -316,7 +338,7 @@ class StepPlanner:
         if flash_bytes is None:
             return _AMPLE_BYTES
         if homes > flash_bytes:
-            count = sum(w.trained or w.nbytes // 4 for w in self._weights)
+            count = sum(w.trained or w.nbytes // 4 for w in self.weights)
             largest = flash_bytes * count // homes
             raise NoSpaceError(
                 errno=errno.ENOSPC,
@@ -394,21 +416,22 @@ class StepPlanner:
 
     def _candidates(self) -> Iterator[_Candidate]:
         largest = max(
-            (one.held_bytes(kept=True) for one in self._weights if one.gathered), default=0
+            (one.held_bytes(kept=True) for one in self.weights if one.gathered), default=0
         )
+        gathers = _AHEAD if largest else _AHEAD[:1]
         for choice in self._choices():
             kept, cached = self._sizes(choice)
-            for window in sorted({choice.window_bytes + ahead * largest for ahead in _AHEAD}):
+            waiting = waiting_bytes(self.weights, choice)
+            for window in [choice.window_bytes + ahead * largest for ahead in gathers]:
                 for nbytes, plan in self._saved_plans:
-                    yield _Candidate(
-                        replace(choice, window_bytes=window),
-                        StepMemory(kept, cached, window, self._rings, nbytes),
-                        plan,
+                    memory = StepMemory(
+                        kept, cached, window - waiting, self._rings, nbytes, waiting
                     )
+                    yield _Candidate(replace(choice, window_bytes=window), memory, plan)
 
     def _choices(self) -> Iterator[WeightsChoice]:
         """Yield choices that keep more and more: weights first, then records."""
-        used = sorted((one for one in self._weights if one.uses), key=lambda one: one.uses[0].first)
+        used = sorted((one for one in self.weights if one.uses), key=lambda one: one.uses[0].first)
         every = frozenset(one.module for one in used)
         streamed = [
             one
@@ -418,15 +441,34 @@ class StepPlanner:
         small = every - {one.module for one in streamed}
         total = sum(one.part_of(one.nbytes) for one in streamed)
         for limit in self._limits([one.part_of(one.nbytes) for one in streamed]):
-            yield self._choice(streamed, small, limit)
+            yield from self._with_gradients(self._choice(streamed, small, limit), streamed, limit)
         if self._weights_limit is not None and self._weights_limit < total:
             return
         records = [(one.module, one.state_bytes) for one in used if one.state_bytes]
-        whole = self._choice(streamed, small, total)
+        whole = list(self._with_gradients(self._choice(streamed, small, total), streamed, total))
         for part in range(1, _RECORD_SHARES + 1):
             cached = share_of(records, part / _RECORD_SHARES)
-            if cached:
-                yield replace(whole, cached=cached)
+            for one in whole if cached else ():
+                yield replace(one, cached=cached)
+
+    def _with_gradients(
+        self, choice: WeightsChoice, streamed: Sequence[ModuleWeights], limit: int
+    ) -> Iterator[WeightsChoice]:
+        """Yield a choice with more and more gradients in memory, and the window for each."""
+        total = sum(one.trained_bytes for one in self.weights if one.waits)
+        given = self._gradient_memory
+        memories = [int(total * share) for share in _WAITING] if given is None else [given]
+        kept = sum(one.part_of(one.nbytes) for one in streamed if one.module in choice.kept)
+        for spilled in dict.fromkeys(spilled_gradients(self.weights, each) for each in memories):
+            made = replace(choice, spilled=spilled)
+            window = least_window(self._profile, self.weights, made)
+            if limit:
+                left = max(0, limit - kept) + waiting_bytes(self.weights, made)
+                window = max(window, left + gradient_bytes(self.weights))
+            if self._profile.device == "cpu":  # they leave a device before they are written
+                flying = sum(one.trained_bytes for one in self.weights if one.module in spilled)
+                window += min(FLYING_BYTES, flying)
+            yield replace(made, window_bytes=window)
 
     def _limits(self, sizes: Sequence[int]) -> list[int]:
         """Return the limits of memory for weights that are tried; 0 stands for the least.
@@ -454,7 +496,10 @@ class StepPlanner:
     def _choice(
         self, streamed: Sequence[ModuleWeights], small: frozenset[str], limit: int
     ) -> WeightsChoice:
-        """Return what a session keeps whose weights, but for small ones, have ``limit`` bytes."""
+        """Return what a session keeps whose weights, but for small ones, have ``limit`` bytes.
+
+        Without a window yet.
+        """
         sizes = [one.part_of(one.nbytes) for one in streamed]
         uses = sorted(
             (use.first, place, number)
@@ -469,20 +514,15 @@ class StepPlanner:
             for (_, place, number), stays in zip(uses, found.until_next, strict=True)
             if stays and place not in found.kept
         }
-        choice = WeightsChoice(small | kept, stays=frozenset(stays))
-        window = least_window(self._profile, self._weights, choice)
-        if limit:
-            left = max(0, limit - sum(sizes[place] for place in found.kept))
-            window = max(window, left + gradient_bytes(self._weights))
-        return replace(choice, window_bytes=window)
+        return WeightsChoice(small | kept, stays=frozenset(stays))
 
     def _sizes(self, choice: WeightsChoice) -> tuple[int, int]:
-        kept = sum(one.part_of(one.small_bytes) for one in self._weights) + sum(
+        kept = sum(one.part_of(one.small_bytes) for one in self.weights) + sum(
             one.read_bytes
-            for one in self._weights
+            for one in self.weights
             if self._weights_stay or one.module in choice.kept
         )
-        cached = sum(one.state_bytes for one in self._weights if one.module in choice.cached)
+        cached = sum(one.state_bytes for one in self.weights if one.module in choice.cached)
         return kept, cached
 
     def plan(self, memory_bytes: int) -> StepPlan:
@@ -540,7 +580,7 @@ class StepPlanner:
 
     def _moved_bytes(self, one: _Candidate) -> tuple[int, int]:
         """Return the bytes that a candidate moves, and those of saved tensors in memory."""
-        moved = step_bytes(self._weights, one.choice)
+        moved = step_bytes(self.weights, one.choice)
         return moved.read + moved.written + 2 * one.saved.offloaded_bytes, one.memory.saved
 
     def replay(self, one: _Candidate) -> ReplayedStep:
@@ -566,7 +606,7 @@ class StepPlanner:
         return known
 
     def _replay_on(self, machine: Machine, one: _Candidate) -> ReplayedStep:
-        return replay_step(self._profile, one.saved, machine, self._weights, one.choice)
+        return replay_step(self._profile, one.saved, machine, self.weights, one.choice)
 
     def _busy_ns(self, found: ReplayedStep) -> int:
         """Return the time in which the processor computes."""
@@ -583,8 +623,10 @@ class StepPlanner:
 
     def _bound(self, one: _Candidate) -> tuple[int, int]:
         """Return a time that no replay of a candidate is shorter than, and least bytes written."""
-        moved = step_bytes(self._weights, one.choice)
-        transfers = sum(2 * each.loads + 3 * MOST_PIECES for each in self._weights)  # all rounded
+        moved = step_bytes(self.weights, one.choice)
+        transfers = sum(  # all rounded
+            2 * (each.loads + each.gradient_writes) + 3 * MOST_PIECES for each in self.weights
+        )
         return self._bounds(moved, one.saved).step - transfers, moved.written
 
     def _bounds(self, moved: StepBytes, saved: Plan) -> StepBounds:
@@ -592,7 +634,7 @@ class StepPlanner:
         machine = self._machine
         profile = with_algorithms(self._profile, machine, saved.workspace_limits)
         begin, end = profile.axis_ns
-        updates = sum(update_ns(one, machine) for one in self._weights)
+        updates = sum(update_ns(one, machine) for one in self.weights)
         own = updates if profile.device == "cpu" else 0
         link = (0, 0)
         if machine.flash_over_link:
@@ -634,8 +676,8 @@ class StepPlanner:
             link=found.link_ns,
             network=found.network_ns,
         )
-        slots = step_slots(profile, machine, self._weights, one.choice)
-        names = [w.module for w in self._weights]
+        slots = step_slots(profile, machine, self.weights, one.choice)
+        names = [w.module for w in self.weights]
         return StepPlan(
             machine=machine.name,
             saved=one.saved,
@@ -647,18 +689,20 @@ class StepPlanner:
             memory_bytes=memory_bytes,
             least_bytes=self.least.total,
             disk_bytes=self.home_bytes + self.record_bytes + found.tier_peak_bytes[1],
-            parameters=sum(w.trained for w in self._weights if w.updated),
+            parameters=sum(w.trained for w in self.weights if w.updated),
             weights_stay=self._weights_stay,
-            weight_bytes=sum(w.nbytes + w.small_bytes for w in self._weights),
+            in_step=any(w.is_updated_in_step for w in self.weights),
+            weight_bytes=sum(w.nbytes + w.small_bytes for w in self.weights),
             bounds=bounds,
             replayed=found,
-            hidden_factor=_hidden_factor(always, machine),  # flash is hidden: it always computes
+            # flash is hidden: it always computes
+            hidden_factor=_hidden_factor(always, machine, moved_in_step(self.weights, one.choice)),
             network_factor=found.network_ns / max(1, found.compute_ns),
         )
 
     def _too_little(self, memory_bytes: int) -> BudgetError:
         least = self.least
-        largest = max(self._weights, key=lambda one: one.nbytes + one.trained_bytes * one.updated)
+        largest = max(self.weights, key=lambda one: one.nbytes + one.trained_bytes * one.updated)
         return BudgetError(
             f"memory of {format_bytes(memory_bytes)} ({memory_bytes} bytes) is too little for this step:"
             f" it needs {least.total} bytes, {format_bytes(least.total)}: a window of"
@@ -672,24 +716,33 @@ class StepPlanner:
         )
 
 
-def _hidden_factor(found: ReplayedStep, machine: Machine) -> float | None:
+def _hidden_factor(found: ReplayedStep, machine: Machine, in_step: tuple[int, int]) -> float | None:
     """Return the factor on tokens at which compute just hides flash.
 
-    Compute and saved tensors grow with the tokens; weights and records do not. On a CPU the update
-    takes its time from compute.
+    Compute and saved tensors grow with the tokens; weights, records and gradients do not. On a CPU the
+    update takes its time from compute. What is read and written ``in_step`` comes after compute.
     """
     moved = found.moved
-    whole_read, whole_written = moved.read + found.activations_read, moved.written
-    whole_written += found.activations_written
-    reads = (found.read_ns * moved.read / whole_read) if whole_read else 0.0
-    writes = (found.write_ns * moved.written / whole_written) if whole_written else 0.0
+    reads, more_reads = _times(
+        found.read_ns, moved.read - in_step[0], found.activations_read, moved.read
+    )
+    writes, more_writes = _times(
+        found.write_ns, moved.written - in_step[1], found.activations_written, moved.written
+    )
     grows = found.compute_ns
     if machine.flash_shared:
-        grows_flash = (found.read_ns - reads) + (found.write_ns - writes)
-        return _ratio(reads + writes, grows - grows_flash)
-    one = _ratio(reads, grows - (found.read_ns - reads))
-    other = _ratio(writes, grows - (found.write_ns - writes))
+        return _ratio(reads + writes, grows - more_reads - more_writes)
+    one = _ratio(reads, grows - more_reads)
+    other = _ratio(writes, grows - more_writes)
     return None if one is None or other is None else max(one, other)
+
+
+def _times(
+    took_ns: int, fixed_bytes: int, activation_bytes: int, moved_bytes: int
+) -> tuple[float, float]:
+    """Return the parts of a time for bytes that do not grow with the tokens, and for those that do."""
+    whole_bytes = max(1, moved_bytes + activation_bytes)
+    return took_ns * fixed_bytes / whole_bytes, took_ns * activation_bytes / whole_bytes
 
 
 def _ratio(fixed_ns: float, left_ns: float) -> float | None:

@@ -15,6 +15,12 @@ from penstock.plan.operators import Operator
 Name = TypeVar("Name", bound=Hashable)
 SMALL_BYTES: Final = MIB
 """Weights below this size are always kept, as sessions do by default."""
+IN_BACKWARD: Final = "backward"
+"""Weights are updated as soon as their gradients are final, as by a flash optimizer with ``overlap``."""
+IN_STEP: Final = "step"
+"""Weights are updated in ``step()``, after backward."""
+LEAST_SPILLED_BYTES: Final = 1 << 16
+"""Gradients up to this size wait in memory, as those of flash optimizers do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +32,9 @@ class WeightUse:
     last: int
     """Index of the last operator."""
     backward: bool
-
-    def span_ns(self, operators: Sequence[Operator]) -> tuple[int, int]:
-        """Return begin and end in ns, on the axis of the operators."""
-        begin_ns = operators[self.first].start_ns
-        return begin_ns, max(operators[self.last].end_ns, begin_ns + 1)
+    of_update: bool = False
+    """True if only the update needs the weights then. Where that is in ``step()``, after all operators,
+    the indices go on from theirs, one for each update in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,9 @@ class ModuleWeights:
     gathered_bytes: int = 0
     """Bytes that come from other ranks for each use; the next come while its gradient is reduced."""
     reduced_bytes: int = 0
+    made: tuple[WeightUse, ...] = ()
+    """If ``step()`` updates it: operators of each backward that makes its gradient or adds to it. Then
+    ``gradient`` and ``uses`` end with the update. (): it is updated when its gradient is final."""
 
     def __post_init__(self) -> None:
         counts = (
@@ -96,6 +103,48 @@ class ModuleWeights:
     def updated(self) -> bool:
         """True if a step changes it."""
         return self.gradient is not None and self.trained > 0
+
+    @property
+    def is_updated_in_step(self) -> bool:
+        """True if ``step()`` updates it, after all backwards."""
+        return self.updated and bool(self.made)
+
+    @property
+    def backwards(self) -> tuple[WeightUse, ...]:
+        """Operators of each backward that makes its gradient or adds to it, in order.
+
+        The module runs forward between two backwards.
+        """
+        if self.gradient is None or self.made:
+            return self.made
+        found: list[WeightUse] = []
+        is_forward = True
+        for use in self.uses:
+            if not self.gradient.first <= use.last <= self.gradient.last:
+                continue
+            if use.backward:
+                first = use.first if is_forward or not found else found.pop().first
+                found.append(replace(use, first=max(first, self.gradient.first)))
+            is_forward = not use.backward
+        return tuple(found) or (self.gradient,)
+
+    @property
+    def waits(self) -> bool:
+        """True if its gradient waits, for an update in ``step()`` or for what other backwards add."""
+        return self.updated and (self.is_updated_in_step or len(self.backwards) > 1)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of its gradient on flash, in whole pages."""
+        return round_up(self.trained_bytes, PAGE_BYTES)
+
+    @property
+    def gradient_writes(self) -> int:
+        """Times that its gradient is written in a step if it waits on flash, and read.
+
+        After each backward, except one that is followed by the update.
+        """
+        return len(self.backwards) - (not self.is_updated_in_step)
 
     @property
     def loads(self) -> int:
@@ -157,13 +206,15 @@ class OperatorRuns:
                 which it is final.
         """
         places = {self._of[index] for index in used}
-        gradient = None
+        gradient, alone = None, -1
         if final is not None:
             end = self._of[final]
+            alone = -1 if end in places else end
             places.add(end)  # the update needs the weights
             begin = min(place for place in places if place == end or self._uses[place].backward)
             gradient = WeightUse(self._uses[begin].first, self._uses[end].last, backward=True)
-        return tuple(self._uses[place] for place in sorted(places)), gradient
+        uses = (replace(self._uses[i], of_update=i == alone) for i in sorted(places))
+        return tuple(uses), gradient
 
 
 def _runs(operators: Sequence[Operator]) -> Iterator[WeightUse]:
@@ -211,6 +262,57 @@ def forward_only(weights: Iterable[ModuleWeights]) -> tuple[ModuleWeights, ...]:
     )
 
 
+def updated_in_step(weights: Sequence[ModuleWeights], operators: int) -> tuple[ModuleWeights, ...]:
+    """Return the weights with updates in ``step()``, as of a flash optimizer without ``overlap``.
+
+    It updates the last of them first. Each weight is used once more for that, and its gradient lasts
+    until then.
+
+    Args:
+        weights: All weights, in the order of the optimizer's parameters.
+        operators: Number of operators of the step.
+    """
+    updated = [one.module for one in weights if one.updated]
+    turns = {module: operators + turn for turn, module in enumerate(reversed(updated))}
+    return tuple(
+        _updated_at(one, turns[one.module]) if one.module in turns else one for one in weights
+    )
+
+
+def _updated_at(one: ModuleWeights, turn: int) -> ModuleWeights:
+    assert one.gradient is not None
+    uses = [use for use in one.uses if not use.of_update]
+    uses.append(WeightUse(turn, turn, backward=True, of_update=True))
+    gradient = replace(one.gradient, last=turn)
+    return replace(one, uses=tuple(uses), gradient=gradient, made=one.backwards)
+
+
+def spilled_gradients(weights: Iterable[ModuleWeights], memory_bytes: int) -> frozenset[str]:
+    """Return the modules whose gradients wait on flash, as an optimizer chooses them.
+
+    A gradient that comes when those that wait in memory, with it, exceed ``memory_bytes`` is written to
+    flash. Backward makes gradients in the same order each time, so the first ones stay.
+    """
+    waiting = sorted((one for one in weights if one.waits), key=lambda one: one.backwards[0].last)
+    spilled: set[str] = set()
+    held_bytes = 0
+    for one in waiting:
+        if one.trained_bytes > LEAST_SPILLED_BYTES and (
+            held_bytes + one.trained_bytes > memory_bytes
+        ):
+            spilled.add(one.module)
+        else:
+            held_bytes += one.trained_bytes
+    return frozenset(spilled)
+
+
+def waiting_bytes(weights: Iterable[ModuleWeights], choice: WeightsChoice) -> int:
+    """Return the bytes of gradients that wait in memory."""
+    return sum(
+        one.trained_bytes for one in weights if one.waits and one.module not in choice.spilled
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class StepBytes:
     """Bytes that a step of one rank moves for weights and their update, to and from flash."""
@@ -221,16 +323,18 @@ class StepBytes:
     records_written: int = 0
     network: int = 0
     """Bytes that come over the network, from other ranks."""
+    gradients: int = 0
+    """Bytes of gradients that are written, and as many that are read."""
 
     @property
     def read(self) -> int:
         """Bytes read in all."""
-        return self.weights_read + self.records_read
+        return self.weights_read + self.records_read + self.gradients
 
     @property
     def written(self) -> int:
         """Bytes written in all."""
-        return self.weights_written + self.records_written
+        return self.weights_written + self.records_written + self.gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +350,8 @@ class WeightsChoice:
     stays: frozenset[tuple[str, int]] = frozenset()
     """Modules, and the numbers of their uses, after which weights that are not kept stay until the next
     one: after the last comes the first of the next step."""
+    spilled: frozenset[str] = frozenset()
+    """Modules whose gradients wait on flash."""
 
     def loads_of(self, one: ModuleWeights) -> list[WeightUse]:
         """Return the spans of operators for which a module's weights are read in a step.
@@ -281,7 +387,27 @@ def step_bytes(weights: Iterable[ModuleWeights], choice: WeightsChoice) -> StepB
         network=sum(
             one.loads * one.gathered_bytes + one.reduced_bytes * one.updated for one in weights
         ),
+        gradients=sum(
+            one.gradient_writes * one.gradient_bytes
+            for one in weights
+            if one.module in choice.spilled
+        ),
     )
+
+
+def moved_in_step(weights: Iterable[ModuleWeights], choice: WeightsChoice) -> tuple[int, int]:
+    """Return the bytes that updates in ``step()`` read from flash, and those that they write."""
+    read = written = 0
+    for one in weights:
+        if not one.is_updated_in_step:
+            continue
+        states = one.state_bytes * (one.module not in choice.cached)
+        gradient = one.gradient_bytes * (one.module in choice.spilled)
+        loads = choice.loads_of(one)
+        comes = bool(loads) and loads[-1].first == one.uses[-1].first
+        read += states + gradient + one.read_bytes * comes
+        written += states + one.written_bytes * (one.module not in choice.kept)
+    return read, written
 
 
 def share_of(

@@ -122,9 +122,10 @@ def _verdict(plan: StepPlan, *, units: int, unit: str) -> str:
             f"{text}; no number of {unit} hides flash behind compute, since saved tensors take longer to"
             " move than to compute"
         )
-    return (
+    hides = (
         f"{text}; flash hides behind compute from {hiding_units(plan, units)} {unit} a step on (T*)"
     )
+    return f"{hides}, but not in step()" if plan.in_step else hides
 
 
 def hiding_units(plan: StepPlan, units: int) -> str:
@@ -168,7 +169,7 @@ def _time(plan: StepPlan) -> Table:
         "waits for memory": found.room_ns,
         "waits for demand reads": found.demand_ns,
         "waits for late prefetches": found.late_ns,
-        "updates after the end of backward": found.tail_ns,
+        "updates in step()" if plan.in_step else "updates after the end of backward": found.tail_ns,
     }
     for name, took_ns in parts.items():
         if took_ns:
@@ -206,6 +207,7 @@ def _memory(plan: StepPlan) -> Table:
     for name, nbytes in {
         f"weights that stay, of {len(plan.kept)} modules": memory.kept,
         "weights that come and go, gradients, updates": memory.window,
+        "gradients that wait": memory.gradients,
         "optimizer records that stay": memory.cached,
         "buffers of transfers": memory.rings,
         "saved tensors": memory.saved,
@@ -223,6 +225,7 @@ def _traffic(plan: StepPlan) -> Table:
     for name, read, written in (
         ("weights", moved.weights_read, moved.weights_written),
         ("optimizer records", moved.records_read, moved.records_written),
+        ("gradients that wait", moved.gradients, moved.gradients),
         ("saved tensors", found.activations_read, found.activations_written),
         ("in all", plan.read_bytes, plan.written_bytes),
     ):

@@ -48,12 +48,33 @@ class WeightUpdate:
     """Slot of the load that it takes over; None: the weights are kept."""
     took_ns: int
     """Time of its arithmetic."""
+    back: int | None = None
+    """Slot of what earlier backwards have made of the gradient, which is read when this one is over;
+    None: nothing of it is on flash, or its pieces read it."""
+    in_step: bool = False
+    """True if it is made in ``step()``, after the last backward."""
     work_ns: int = 0
     """Compute time lost to its transfers."""
     pieces: tuple[int, ...] = ()
     """Slots of the pieces that flash reads and writes."""
     whole: int | None = None
     """Slot of the gradient of all ranks, until each has the sum of its part; None: it is not divided."""
+
+
+@dataclass(slots=True)
+class WaitingGradient:
+    """Gradient of one module, made by one backward, that waits on flash from its end."""
+
+    slot: int
+    """Slot of its memory in backward; with what earlier backwards have made of it, if they have."""
+    begin_ns: int
+    end_ns: int
+    nbytes: int
+    """Bytes of ``slot``."""
+    back: int | None
+    """Slot of what earlier backwards have made, which is read when this one is over; None: nothing."""
+    out: int
+    """Slot of the write."""
 
 
 @dataclass(slots=True)
@@ -67,6 +88,9 @@ class StepSlots:
     loads: tuple[WeightLoad, ...]
     """Reads of weights in the order of need."""
     updates: tuple[WeightUpdate, ...]
+    waiting: tuple[WaitingGradient, ...] = ()
+    gradient_bytes: dict[int, int] = field(default_factory=dict)
+    """Bytes of gradients that each moves, from or to flash: all it moves, or part of that."""
     read_bytes: dict[int, int] = field(default_factory=dict)
     """Bytes that each moves from flash; the next is to flash."""
     write_bytes: dict[int, int] = field(default_factory=dict)
@@ -106,10 +130,9 @@ class StepSlots:
 
         In the order of time. The load is its index in ``loads``; -1 for a gradient.
         """
-        return needed(
-            [(one.begin_ns, one.end_ns, one.nbytes) for one in self.loads],
-            [(one.begin_ns, one.end_ns, one.nbytes) for one in self.updates],
-        )
+        gradients = [(one.begin_ns, one.end_ns, one.nbytes) for one in self.updates]
+        gradients += [(one.begin_ns, one.end_ns, one.nbytes) for one in self.waiting]
+        return needed([(one.begin_ns, one.end_ns, one.nbytes) for one in self.loads], gradients)
 
 
 def needed(
@@ -156,6 +179,8 @@ class _SlotMaker:
         self._slots: list[SlotProfile] = []
         self._loads: list[WeightLoad] = []
         self._updates: list[WeightUpdate] = []
+        self._waiting: list[WaitingGradient] = []
+        self._end_ns = profile.axis_ns[1]
         self._made = StepSlots(profile, len(profile.slots), (), ())
 
     def add(self, one: ModuleWeights, choice: WeightsChoice) -> None:
@@ -167,7 +192,8 @@ class _SlotMaker:
                 handed = load.slot
         if one.updated:
             states = 0 if one.module in choice.cached else one.state_bytes
-            self._update(one, handed, states, streamed=streamed)
+            spilled = one.module in choice.spilled and one.gradient_writes > 0
+            self._update(one, handed, states, streamed=streamed, spilled=spilled)
 
     def made(self) -> StepSlots:
         begin, end = self._given.axis_ns
@@ -186,20 +212,27 @@ class _SlotMaker:
             passes=(*self._given.passes, own),
         )
         loads = tuple(sorted(self._loads, key=lambda load: (load.begin_ns, load.slot)))
-        return replace(self._made, profile=profile, loads=loads, updates=tuple(self._updates))
+        return replace(
+            self._made,
+            profile=profile,
+            loads=loads,
+            updates=tuple(sorted(self._updates, key=lambda update: update.end_ns)),
+            waiting=tuple(self._waiting),
+        )
 
     def _slot(self, module: str, nbytes: int, begin_ns: int, needed_ns: int | None) -> int:
         key = SlotKey(f"{module} (weights)", len(self._slots), nbytes)
+        begin_ns = min(begin_ns, self._end_ns)
         self._slots.append(
             SlotProfile(key, self._pass, begin_ns, needed_ns, "weights", False, "uint8")
         )
         return self._made.first + len(self._slots) - 1
 
     def _load(self, one: ModuleWeights, use: WeightUse, *, kept: bool) -> WeightLoad:
-        begin_ns, end_ns = use.span_ns(self._given.operators)
+        begin_ns, end_ns = self._span_ns(use)
         axis_ns, _ = self._given.axis_ns
         held = one.held_bytes(kept=kept)
-        slot = self._slot(one.module, held, axis_ns, begin_ns)
+        slot = self._slot(one.module, held, axis_ns, min(begin_ns, self._end_ns))
         handed = one.updated and one.gradient is not None and one.gradient.last == use.last
         load = WeightLoad(slot, one, begin_ns, end_ns, held, handed)
         if not kept:
@@ -209,31 +242,58 @@ class _SlotMaker:
         self._loads.append(load)
         return load
 
-    def _update(self, one: ModuleWeights, load: int | None, states: int, *, streamed: bool) -> None:
+    def _span_ns(self, use: WeightUse) -> tuple[int, int]:
+        """Return begin and end in ns; updates in ``step()`` have a nanosecond each, after the step."""
+        operators = self._given.operators
+        first, last = use.first - len(operators), use.last - len(operators)
+        begin_ns = operators[use.first].start_ns if first < 0 else self._end_ns + 1 + first
+        end_ns = operators[use.last].end_ns if last < 0 else self._end_ns + 2 + last
+        return begin_ns, max(end_ns, begin_ns + 1)
+
+    def _update(
+        self,
+        one: ModuleWeights,
+        load: int | None,
+        states: int,
+        *,
+        streamed: bool,
+        spilled: bool,
+    ) -> None:
         assert one.gradient is not None
-        begin_ns, end_ns = one.gradient.span_ns(self._given.operators)
-        gradient = self._slot(one.module, one.trained_bytes, begin_ns, None)
+        in_step, nbytes, back = one.is_updated_in_step, one.trained_bytes, None
+        begin_ns, end_ns = self._span_ns(one.gradient)
+        if spilled:
+            self._wait(one, one.backwards[: one.gradient_writes])
+            begin_ns, _ = self._span_ns(one.uses[-1] if in_step else one.backwards[-1])
+        if spilled and not in_step:
+            nbytes, back = 2 * nbytes, self._back(one, end_ns)
+        gradient = self._slot(one.module, nbytes, begin_ns, None)
         took_ns = update_ns(one, self._machine)
-        update = WeightUpdate(gradient, begin_ns, end_ns, one.trained_bytes, load, took_ns)
+        update = WeightUpdate(
+            gradient, begin_ns, end_ns, nbytes, load, took_ns, back=back, in_step=in_step
+        )
         self._updates.append(update)
         written = one.written_bytes * streamed
-        moved = 2 * states + written
-        if not moved + one.reduced_bytes:
+        returned = one.gradient_bytes if spilled and in_step else 0
+        moved = 2 * states + written + returned
+        if not moved + one.reduced_bytes + took_ns * in_step:
             return
         held = one.part_of(one.trained_bytes) + one.read_bytes * streamed
         count = min(max(1, moved // PIECE_BYTES), MOST_PIECES, held)
         parts = zip(
             _divided(held, count),
-            _divided(states, count),
+            _divided(states + returned, count),
             _divided(states + written, count),
             _divided(took_ns, count),
             _divided(one.reduced_bytes, count),
+            _divided(returned, count),
             strict=True,
         )
         pieces = []
-        for nbytes, read, write, took, reduced in parts:
-            slot = self._slot(one.module, nbytes, end_ns, None)
+        for piece_bytes, read, write, took, reduced, of_gradient in parts:
+            slot = self._slot(one.module, piece_bytes, end_ns, None)
             self._made.read_bytes[slot] = read
+            self._made.gradient_bytes[slot] = of_gradient
             self._made.write_bytes[slot] = write
             self._made.update_ns[slot] = took
             if one.reduced_bytes:
@@ -245,6 +305,23 @@ class _SlotMaker:
         if one.gathered:
             update.whole = self._slot(one.module, one.trained_bytes, end_ns, None)
             self._made.network_bytes[update.whole] = 0
+
+    def _wait(self, one: ModuleWeights, backwards: Sequence[WeightUse]) -> None:
+        """Let what each of these backwards makes of a gradient wait on flash."""
+        for number, use in enumerate(backwards):
+            begin_ns, end_ns = self._span_ns(use)
+            nbytes = one.trained_bytes * (2 if number else 1)
+            slot = self._slot(one.module, nbytes, begin_ns, None)
+            back = self._back(one, end_ns) if number else None
+            out = self._slot(one.module, one.trained_bytes, end_ns, None)
+            self._made.write_bytes[out] = self._made.gradient_bytes[out] = one.gradient_bytes
+            self._waiting.append(WaitingGradient(slot, begin_ns, end_ns, nbytes, back, out))
+
+    def _back(self, one: ModuleWeights, end_ns: int) -> int:
+        """Return a slot of what a gradient has on flash, which is read; its memory is another slot's."""
+        slot = self._slot(one.module, one.trained_bytes, end_ns, None)
+        self._made.read_bytes[slot] = self._made.gradient_bytes[slot] = one.gradient_bytes
+        return slot
 
 
 def update_ns(one: ModuleWeights, machine: Machine) -> int:

@@ -8,9 +8,13 @@ It adds to :mod:`.walk`, on the same channels and in the same memory:
 2. A gradient has memory from the first operator of its module's backward. When it is final, the update
    takes over gradient and weights, piece by piece: records are read, the arithmetic is done, weights and
    records are written, and the memory is free. Backward goes on meanwhile.
-3. On a CPU the arithmetic of updates delays compute by as much: both use the same cores.
-4. The step ends when everything is written: the next one needs the weights and the channels.
-5. With several ranks, weights of which each rank has a part are gathered over the network once they are
+3. A gradient that waits for other backwards or for ``step()`` stays in memory, or is written to flash
+   when a backward has made it. Compute waits when a later backward adds to it: it is read, and written
+   again. With updates in ``step()`` these begin when backward has ended: weights are read once more, and
+   gradients with their records.
+4. On a CPU the arithmetic of updates delays compute by as much: both use the same cores.
+5. The step ends when everything is written: the next one needs the weights and the channels.
+6. With several ranks, weights of which each rank has a part are gathered over the network once they are
    read, also those that stay. A gradient is reduced before its update; if it is divided among ranks, the
    whole of it has memory until then.
 """
@@ -31,7 +35,7 @@ from penstock.plan.replay.lanes import ReplayLane
 from penstock.plan.replay.moves import FLASH, NETWORK, Channels, Moves, channels_of, moves_of
 from penstock.plan.replay.occupancy import HeldBytes
 from penstock.plan.replay.recompute import recomputed_segments, with_drops
-from penstock.plan.replay.step_moves import StepSlots, WeightUpdate, step_slots
+from penstock.plan.replay.step_moves import StepSlots, WaitingGradient, WeightUpdate, step_slots
 from penstock.plan.replay.walk import ABSENT, FREED, PREFETCHED, UNNEEDED, Walk
 from penstock.plan.residency import Segment
 from penstock.plan.weights import ModuleWeights, StepBytes, WeightsChoice
@@ -42,6 +46,8 @@ _UPDATE: Final = JOIN + 2
 """Event: a gradient is final; the slot is the gradient's."""
 _GRADIENT: Final = JOIN + 3
 """Event: a gradient begins."""
+_SPILL: Final = JOIN + 4
+"""Event: a backward has made a gradient that waits on flash; the slot is that of its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ class ReplayedStep:
     late_ns: int
     """Waits for reads that had begun."""
     tail_ns: int
-    """Time of updates after the end of backward."""
+    """Time of updates after the end of backward; of all updates, if ``step()`` makes them."""
     update_ns: int
     """Time of the arithmetic of updates."""
     read_ns: int
@@ -79,7 +85,7 @@ class ReplayedStep:
     network_ns: int
     """Time for which the network is occupied; 0 if it is not used, or its bandwidth is not known."""
     moved: StepBytes
-    """Bytes of weights and records that moved."""
+    """Bytes of weights, records and gradients that moved."""
     activations_read: int
     """Bytes of saved tensors that were read from flash; the next were written to it."""
     activations_written: int
@@ -158,14 +164,17 @@ def replay_step(
 
 
 def _moved(slots: StepSlots, moves: Moves, channels: Channels) -> tuple[StepBytes, int, int]:
-    """Return the bytes of weights and records, and those of saved tensors read and written."""
+    """Return the bytes of weights, records and gradients, and of saved tensors read and written."""
     back = channels.back[FLASH].log
     out = channels.out[FLASH].log
     read = [i for _, i in back]
+    gradients = slots.gradient_bytes
     pieces = [i for one in slots.updates for i in one.pieces]
-    states = sum(slots.read_bytes[i] for i in pieces)
+    states = sum(slots.read_bytes[i] - gradients[i] for i in pieces)
     moved = StepBytes(
-        weights_read=sum(slots.read_bytes[i] for i in read if i >= slots.first),
+        weights_read=sum(
+            slots.read_bytes[i] for i in read if i >= slots.first and i not in gradients
+        ),
         network=sum(
             slots.network_bytes[i]
             for lane in (channels.back.get(NETWORK), channels.reduce)
@@ -175,6 +184,7 @@ def _moved(slots: StepSlots, moves: Moves, channels: Channels) -> tuple[StepByte
         weights_written=sum(slots.write_bytes[i] for i in pieces) - states,
         records_read=states,
         records_written=states,
+        gradients=sum(gradients[one.out] for one in slots.waiting),
     )
     saved = moves.moved_bytes
     return (
@@ -238,8 +248,10 @@ class StepWalk(Walk):
             slots.profile, moves, limit, slots.first, loads
         )
         self._on_cpu = profile.device == "cpu"
+        self._read_work_ns, self._write_work_ns = machine.read_work_ns, machine.write_work_ns
         self._place = {load.slot: place for place, load in enumerate(slots.loads)}
         self._update_of = {one.gradient: one for one in slots.updates}
+        self._waiting_of = {one.slot: one for one in slots.waiting}
         self._needed = slots.needed()
         self._begin_of = {load: at for at, (_, _, load) in enumerate(self._needed) if load >= 0}
         self._begun = 0
@@ -248,7 +260,7 @@ class StepWalk(Walk):
     def run(self) -> None:
         """Simulate the whole step, until everything is written."""
         super().run()
-        end = self.now_ns
+        end = self._step(self.now_ns)
         written = self._channels.written
         for one in self._slots.updates:
             for piece in one.pieces:
@@ -258,6 +270,25 @@ class StepWalk(Walk):
         self.now_ns = end
         self._settle(end)
 
+    def _step(self, now: int) -> int:
+        """Make the updates of ``step()``, and return when the last of them is queued.
+
+        Waits are part of the tail, and no compute is delayed.
+        """
+        counted = self.budget_ns, self.demand_ns, self.late_ns, self.interference_ns
+        _, end_ns = self._own.axis_ns
+        loads = {load.slot for load in self._slots.loads if load.begin_ns > end_ns}
+        for one in self._slots.updates:
+            if not one.in_step:
+                continue
+            if one.begin_ns > end_ns:
+                now = self._begin_gradient(one.gradient, now)
+            if one.load in loads:
+                now = self._use(one.load, now)
+            now = self._update(one, now)
+        self.budget_ns, self.demand_ns, self.late_ns, self.interference_ns = counted
+        return now
+
     def _events(self) -> Sequence[tuple[int, int, int]]:
         """Return the events of saved tensors and of weights; at one time ends come first."""
         saved = with_drops(self._own, self._segments)
@@ -266,21 +297,56 @@ class StepWalk(Walk):
         found: list[tuple[int, int, int]] = [
             (load.end_ns, _RELEASE, load.slot) for load in self._slots.loads if not load.handed_over
         ]
-        found += [(one.end_ns, _UPDATE, one.gradient) for one in self._slots.updates]
-        found += [(one.begin_ns, _GRADIENT, one.gradient) for one in self._slots.updates]
-        found += [(load.begin_ns, Event.USE, load.slot) for load in self._slots.loads]
+        updates, waiting = self._slots.updates, self._slots.waiting
+        found += [(one.end_ns, _UPDATE, one.gradient) for one in updates if not one.in_step]
+        found += [(one.end_ns, _SPILL, one.slot) for one in waiting]
+        begins: list[tuple[int, int, int]] = []
+        begins += [(one.begin_ns, _GRADIENT, one.gradient) for one in updates]
+        begins += [(one.begin_ns, _GRADIENT, one.slot) for one in waiting]
+        begins += [(load.begin_ns, Event.USE, load.slot) for load in self._slots.loads]
+        _, end_ns = self._own.axis_ns
+        found += [begin for begin in begins if begin[0] <= end_ns]  # others are in ``_step``
         return sorted([*found, *saved], key=itemgetter(0))  # stable
 
     def _more(self, event: int, i: int, now: int) -> int:
         if event == _RELEASE:
             self._release(i, now)
         elif event == _GRADIENT:
-            self._begun += 1
-            now = self._wait_for_room(self.held.sizes[i], self._small_at_need[i], now)
-            self.held.allocate(i, now)
+            now = self._begin_gradient(i, now)
+        elif event == _SPILL:
+            now = self._spill(self._waiting_of[i], now)
         else:
             now = self._update(self._update_of[i], now)
         return now
+
+    def _begin_gradient(self, i: int, now: int) -> int:
+        """Return when there is memory for a gradient."""
+        self._begun += 1
+        now = self._wait_for_room(self.held.sizes[i], self._small_at_need[i], now)
+        self.held.allocate(i, now)
+        return now
+
+    def _spill(self, one: WaitingGradient, now: int) -> int:
+        """Write a gradient to flash, with what was there of it, and return when compute goes on."""
+        now = self._read_gradient(one.back, now)
+        self.held.free(one.slot, now)
+        self._state[one.out] = UNNEEDED  # its memory is free once it is written
+        self.held.allocate(one.out, now)
+        self._channels.out[FLASH].add(now, one.out)
+        self._slowed = self._slower > 0
+        return self._worked(self._write_work_ns(self._slots.write_bytes[one.out]), now)
+
+    def _read_gradient(self, i: int | None, now: int) -> int:
+        """Read what is on flash of a gradient while compute waits, and return the end."""
+        if i is None:
+            return now
+        self._lanes.advance(now)
+        self._slowed = self._slower > 0
+        now = self._worked(self._read_work_ns(self._slots.read_bytes[i]), now)
+        self._channels.back[FLASH].add_first(now, i)
+        there = max(now, self._lanes.end_of(i, self._channels.arrived))
+        self.demand_ns += self._waited(now, there)
+        return there
 
     def _use(self, i: int, now: int) -> int:
         if i >= self._first:
@@ -294,6 +360,7 @@ class StepWalk(Walk):
 
     def _update(self, one: WeightUpdate, now: int) -> int:
         """Queue an update, and return when compute goes on."""
+        now = self._read_gradient(one.back, now)
         if one.load is not None:
             self._release(one.load, now)
         self.held.free(one.gradient, now)
@@ -310,7 +377,7 @@ class StepWalk(Walk):
                 (update_in if self._slots.read_bytes[piece] else update).add(now, piece)
         self._slowed = self._slower > 0
         now = self._worked(one.work_ns, now)
-        if self._on_cpu:
+        if self._on_cpu and not one.in_step:
             self.update_delay_ns += one.took_ns
             self.delays.append((self._clock_ns, one.took_ns))
             now += one.took_ns
