@@ -303,6 +303,8 @@ def test_the_text_answers_with_a_sentence_a_table_and_a_picture(work):
         ),
         (["--optimizer", "adam", "--script", "x.py"], "--optimizer does not go with --script"),
         (["--format", "int8", "--script", "x.py"], "--format needs --weights flash or --ranks"),
+        (["--parts", "2", "--script", "x.py"], "--parts does not go with --script: the script has"),
+        (["--clip", "--script", "x.py"], "--clip needs --weights flash or --ranks"),
         (["--memory", "8MiB,x", "--script", "x.py"], "--memory"),
         (["--step", "0", "--script", "x.py"], "--step is 0; it must be 1 or more"),
         (["--policy", "all", "--script", "x.py"], "--policy all does not go with --script"),

@@ -144,17 +144,43 @@ def test_updates_in_step_have_gradients_that_wait(capsys, own):
     facts = told(capsys, *words, "--gradient-memory", "5MiB", "--memory", "1GiB")
     step = facts["step"]
     assert facts["update"] == "step"
-    assert step["moved"]["gradients"] == step["memory"]["gradients"] == 2 * layer
+    assert step["moved"]["gradients_written"] == step["memory"]["gradients"] == 2 * layer
     assert step["written_bytes"] == sum(
-        step["moved"][name] for name in ("weights_written", "records_written", "gradients")
+        step["moved"][name] for name in ("weights_written", "records_written", "gradients_written")
     )
     changes = {one["change"]: one["step"] for one in facts["changes"]}
-    assert changes["updates in backward"]["moved"]["gradients"] == 0
+    assert changes["updates in backward"]["moved"]["gradients_written"] == 0
     assert main(["plan", *map(str, words), "--gradient-memory", "5MiB"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for line in ("updated in step()", "but not in step()", "updates in step()"):
         assert line in out
     assert out.count("gradients that wait") == 2
+
+
+def test_a_step_of_several_backwards_or_micro_batches_has_all_of_the_batch(capsys, own):
+    words = [f"{own}:build", "--batch", "8", "--machine", "cpu", *FLASH, "--weights-memory", "4MiB"]
+    layer = 2 * 1024 * 1024
+
+    def of(*more):
+        facts = told(capsys, *words, "--memory", "1GiB", *more)
+        assert facts["units"] == 8
+        changes = {one["change"]: one for one in facts["changes"]}
+        assert changes["twice the samples, 16"]["step"]["parameters"] == facts["step"]["parameters"]
+        return facts["step"]["moved"], facts["update"]
+
+    moved, _ = of()
+    twice, update = of("--accumulate", "2", "--gradient-memory", "0B")
+    assert update == "backward"
+    assert twice["gradients_read"] == twice["gradients_written"] == 4 * layer  # after the first
+    assert twice["weights_read"] > moved["weights_read"]
+    assert twice["weights_written"] == moved["weights_written"]
+    parts, _ = of("--parts", "2")
+    assert parts == moved
+    clipped, update = of("--clip", "--gradient-memory", "0B")
+    assert update == "step"
+    assert clipped["gradients_read"] == clipped["gradients_written"] == 4 * layer
+    message = refused(capsys, 2, *words, "--accumulate", "3", "--parts", "1")
+    assert message.startswith("a batch of 8 cannot be divided into 3 equal parts by --accumulate 3")
 
 
 def test_ranks_divide_weights_flash_and_wear(capsys):
@@ -250,7 +276,11 @@ def test_too_little_flash_is_refused_with_the_largest_model(capsys):
         (["--batch", "2", "--forward-only"], "--forward-only needs --weights flash"),
         (["--tokens", "64"], "--tokens needs --weights flash"),
         (["--batch", "2", "--update", "step"], "--update needs --weights flash"),
-        (["--batch", "2", "--ranks", "2", "--update", "step"], "--update step is for one process"),
+        (["--batch", "2", "--ranks", "2", "--update", "step"], "--update is for one process"),
+        (["--batch", "2", "--ranks", "2", "--accumulate", "2"], "--accumulate is for one process"),
+        (["--batch", "2", "--clip"], "--clip needs --weights flash"),
+        (["--batch", "2", *FLASH, "--clip", "--update", "backward"], "--clip does not go with"),
+        (["--batch", "2", *FLASH, "--parts", "0"], "--parts is 0; it must be 1 or more"),
         (
             ["--batch", "2", *FLASH, "--forward-only", "--gradient-memory", "0B"],
             "--gradient-memory does not go with --forward-only",

@@ -18,6 +18,7 @@ from penstock.plan import (
     Profile,
     policies,
 )
+from penstock.plan.micro_batches import accumulated, micro_batched
 from penstock.plan.ranks import PARALLEL, Ranks
 from penstock.plan.replay.step_walk import replay_step
 from penstock.plan.training_step import (
@@ -404,14 +405,14 @@ def test_updates_in_step_come_after_backward_and_gradients_wait_for_them():
 
     waiting = planned(update=IN_STEP, saved_bytes=MB, gradient_memory=10**9)
     assert waiting.memory.gradients == count * each
-    assert waiting.replayed.moved.gradients == 0
+    assert waiting.replayed.moved.gradients_written == 0
     cached = sum(one.record_bytes for one in weights if one.module in waiting.cached)
     tail = waiting.replayed.tail_ns
     assert tail == pytest.approx(tail_ns(records - cached, records - cached), rel=1e-3)
     found = planner(profile, weights, weights_stay=True, update=IN_STEP, gradient_memory=0)
     spilled = found.plan(found.least.total)
     assert spilled.memory.gradients == 0
-    assert spilled.replayed.moved.gradients == gradients
+    assert spilled.replayed.moved.gradients_written == gradients
     assert spilled.read_bytes == spilled.written_bytes == records + gradients
     # written while backward computes, and read with the records
     assert spilled.replayed.tail_ns == pytest.approx(
@@ -440,7 +441,9 @@ def test_gradients_wait_in_memory_if_that_makes_the_step_shorter():
     assert least.memory.window >= FLYING_BYTES
     more = found.plan(found.least.total + 15 * each)
     assert more.memory.gradients > 0
-    assert more.replayed.moved.gradients < least.replayed.moved.gradients == 16 * each
+    assert (
+        more.replayed.moved.gradients_written < least.replayed.moved.gradients_written == 16 * each
+    )
 
 
 def test_the_first_gradients_of_a_backward_stay_and_short_ones_always():
@@ -450,6 +453,59 @@ def test_the_first_gradients_of_a_backward_stay_and_short_ones_always():
     assert spilled_gradients(weights, 3 * MB) == {"m0"}
     assert spilled_gradients(weights, 10 * MB) == frozenset()
     assert spilled_gradients(weights_of(sizes), 0) == frozenset()  # nothing waits
+
+
+# -- several micro-batches --------------------------------------------------------------------------
+
+
+def test_backwards_that_accumulate_read_weights_as_often_and_their_sums_wait():
+    count, each = 16, 10 * PAGE * 256
+    profile, weights = accumulated(chain([MS] * count, saved_mb=1), weights_of([each] * count), 3)
+    begin, end = profile.axis_ns
+    assert end - begin == 3 * 3 * count * MS
+    assert profile.peak_saved_bytes == chain([MS] * count, saved_mb=1).peak_saved_bytes
+    assert [len(one.backwards) for one in weights] == [3] * count
+    found = planner(profile, weights)
+    plan = found.plan(found.least.total)
+    turns = 6 * each  # what stays where a pass turns
+    assert plan.replayed.moved.weights_read == 6 * count * each - turns
+    assert plan.replayed.moved.weights_written == count * each
+    assert plan.replayed.moved.gradients_read == 2 * count * each  # to be added to
+    assert plan.replayed.demand_ns > 0
+    assert plan.replayed.moved.gradients_written == 2 * count * each
+    more = found.plan(found.least.total + count * each)
+    assert more.replayed.moved.gradients_read < 2 * count * each
+    assert found.plan(10**12).memory.gradients == count * each
+
+
+def test_micro_batches_pass_a_block_together_and_save_all_of_their_tensors():
+    count, each = 8, 2 * MB
+    one = chain([MS] * count, saved_mb=1)
+    profile, weights = micro_batched(one, weights_of([each] * count), 3)
+    assert [operator.module for operator in profile.operators[:4]] == ["m0", "m0", "m0", "m1"]
+    assert profile.peak_saved_bytes == 3 * one.peak_saved_bytes
+    assert len(set(profile.match_keys)) == len(profile.slots) == 3 * count
+    plans = [
+        planner(*each).plan(10**8)
+        for each in ((one, weights_of([each] * count)), (profile, weights))
+    ]
+    assert plans[0].replayed.moved == plans[1].replayed.moved
+    assert plans[1].replayed.compute_ns == 3 * plans[0].replayed.compute_ns
+    assert all(len(one.backwards) == 1 for one in weights)
+
+
+def test_a_block_is_all_with_one_number():
+    paths = ["words", "blocks.0.a.1", "blocks.0.b", "blocks.1.a.1", "head"]
+    operators = tuple(
+        Operator("mm", path, 0, False, place * MS, (place + 1) * MS)
+        for place, path in enumerate(paths)
+    )
+    profile = Profile("cpu", (), (PassProfile(0, 0, 5 * MS, 5 * MS),), operators=operators)
+    found, _ = micro_batched(profile, (), 2)
+    first, second = paths[1:3], paths[3:4]
+    order = ["words", "words", *first, *first, *second, *second, "head", "head"]
+    assert [one.module for one in found.operators] == order
+    assert [one.start_ns for one in found.operators] == [place * MS for place in range(10)]
 
 
 # -- what holds for all -----------------------------------------------------------------------------
@@ -502,6 +558,9 @@ def steps(draw):
         network_bytes_per_s=draw(st.sampled_from([0.0, 1e9, 1e11])),
     )
     ranks = Ranks(draw(st.sampled_from([1, 2, 3, 64])), parallel=draw(st.sampled_from(PARALLEL)))
+    if ranks.count == 1:
+        batched = draw(st.sampled_from([accumulated, micro_batched]))
+        profile, weights = batched(profile, weights, draw(st.integers(1, 3)))
     return profile, ranks.divide(weights), machine, ranks
 
 
@@ -517,8 +576,11 @@ def test_any_choice_moves_its_bytes_within_its_memory_and_no_faster_than_its_bou
     if ranks.count == 1 and data.draw(st.booleans()):
         weights = updated_in_step(weights, len(profile.operators))
     spilled = spilled_gradients(weights, data.draw(st.sampled_from([0, 9 * MB, 10**12])))
-    choice = WeightsChoice(kept, cached, stays=stays, spilled=spilled)
+    clips = all(one.is_updated_in_step for one in weights if one.waits)
+    clips = clips and data.draw(st.booleans())
+    choice = WeightsChoice(kept, cached, stays=stays, spilled=spilled, clips=clips)
     window = least_window(profile, weights, choice) + data.draw(st.sampled_from([0, MB, 99 * MB]))
+    window += 9 * MB * clips
     choice = replace(choice, window_bytes=window)
     plan = policies.get(data.draw(st.sampled_from(["keep", "ranked", "all"])))(
         profile, machine, Budgets(profile.peak_saved_bytes, 0, 10**12)
@@ -542,7 +604,8 @@ def test_any_choice_moves_its_bytes_within_its_memory_and_no_faster_than_its_bou
 def test_more_memory_never_makes_a_step_longer_and_is_never_exceeded(step, policy, data):
     profile, weights, machine, ranks = step
     update = data.draw(st.sampled_from([IN_BACKWARD, IN_STEP][: 1 + (ranks.count == 1)]))
-    found = planner(profile, weights, machine, policy, update=update)
+    clips = update == IN_STEP and data.draw(st.booleans())
+    found = planner(profile, weights, machine, policy, update=update, clips=clips)
     weights = found.weights
     least = found.least.total
     more = data.draw(st.lists(st.integers(0, 40 * MB), min_size=1, max_size=4))

@@ -1,5 +1,8 @@
 """A step moves the bytes of weights and gradients that ``penstock plan`` foretells, to the page."""
 
+import time
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -10,13 +13,14 @@ from penstock.core.units import MIB
 from penstock.lab.dry.profile import dry_step
 from penstock.optim import FlashAdamW
 from penstock.plan import Machine, policies
+from penstock.plan.micro_batches import accumulated, micro_batched
 from penstock.plan.training_step import StepPlanner, forward_part
-from penstock.plan.weights import IN_BACKWARD, IN_STEP, forward_only
-from weights_rig import TierTraffic, Traffic, built, settle
+from penstock.plan.weights import IN_STEP, forward_only
+from weights_rig import PATIENCE_S, TierTraffic, Traffic, built, settle
 
+AMPLE = 1 << 50
 WIDTH = 1024
 DEPTH = 12
-AMPLE = 1 << 50
 LIMITS = [24, 36, 48, 80]
 """Of memory for weights, in MiB. The layers have 4 MiB each, and embedding and head 8 MiB."""
 
@@ -47,42 +51,43 @@ def loss_of(model, ids):
     return model(ids).square().mean()
 
 
-GRADIENTS = {"step": None, "spill": 20 * MIB}
-"""Memory of gradients that wait for an update in ``step()``; None: all of it."""
-
-
-def foretold(model, ids, limit, kind):
+def foretold(model, ids, limit, *, infers=False, batched=None, **settings):
+    """Return the bytes that a step moves; ``batched`` makes one of two micro-batches."""
     machine = Machine.preset("cpu")
     step = dry_step(model, loss_of, inputs=(ids,), machine=machine, whole_device=False)
     profile, weights = step.profile, step.weights
-    if kind == "infer":
+    if infers:
         profile, weights = forward_part(profile), forward_only(weights)
+    if batched is not None:
+        profile, weights = batched(profile, weights, 2)
     planner = StepPlanner(
-        profile,
-        weights,
-        machine,
-        policy=policies.get("keep"),
-        weights_bytes=limit,
-        update=IN_STEP if kind in GRADIENTS else IN_BACKWARD,
-        gradient_memory=GRADIENTS.get(kind) or AMPLE,
+        profile, weights, machine, policy=policies.get("keep"), weights_bytes=limit, **settings
     )
-    moved = planner.plan(AMPLE).replayed.moved
-    return moved.weights_read, moved.weights_written, moved.gradients
+    return planner.plan(AMPLE).replayed.moved
+
+
+@contextmanager
+def trained_on_flash(model, limit, directory):
+    with penstock.offload(
+        model,
+        weights="flash",
+        weights_memory=limit * MIB,
+        flash=directory,
+        device_memory="1GiB",
+        host_memory="128MiB",
+    ) as session:
+        yield session
 
 
 def steps_of(kind, model, ids, directory):
-    """Return a function that makes one step of this kind, and the optimizer."""
+    """Return a function that makes one step of this kind."""
     if kind == "infer":
-        return (lambda: model(ids)), None
+        return lambda: model(ids)
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
     if kind in ("train", "recompute"):
         optimizer = FlashAdamW(
             trained, flash=directory, format="int8", overlap=True, gradient_memory="32MiB"
-        )
-    elif kind in GRADIENTS:
-        optimizer = FlashAdamW(
-            trained, flash=directory, format="int8", gradient_memory=GRADIENTS[kind]
         )
 
     def step():
@@ -90,19 +95,10 @@ def steps_of(kind, model, ids, directory):
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, optimizer
-
-
-def gradient_tier(optimizer):
-    """Return the tier that gradients have waited on; None: none have."""
-    states = getattr(optimizer, "_penstock", None)
-    gradients = None if states is None else states.gradients
-    return None if gradients is None else gradients._spill._tier
+    return step
 
 
 CASES = [
-    ("cpu", "step", LIMITS[0]),
-    ("cpu", "spill", LIMITS[1]),
     *(("cpu", "train", limit) for limit in LIMITS),
     *(("cpu", "recompute", limit) for limit in LIMITS[::2]),
     *(("cpu", kind, limit) for kind in ("frozen", "infer") for limit in LIMITS[1:3]),
@@ -111,44 +107,96 @@ CASES = [
 
 
 @pytest.mark.parametrize(("device", "kind", "limit"), CASES)
-def test_bytes_of_weights_and_gradients_are_those_foretold(device, kind, limit, disk_path):
-    depth = DEPTH // 2 if kind in GRADIENTS else DEPTH
-    model = built(lambda: Net(depth, recomputes=kind == "recompute"))
+def test_bytes_of_weights_are_those_foretold(device, kind, limit, disk_path):
+    model = built(lambda: Net(recomputes=kind == "recompute"))
     if kind == "frozen":
         model.requires_grad_(False)
         model.pairs[0].append(nn.Linear(WIDTH, 8))  # small, so it stays
         model.pairs[0].append(nn.Linear(8, WIDTH))
     ids = torch.arange(64).view(1, 64)
-    expected = foretold(model, ids, limit * MIB, kind)
+    moved = foretold(model, ids, limit * MIB, infers=kind == "infer")
+    expected = moved.weights_read, moved.weights_written
     model, ids = model.to(device), ids.to(device)
     with (
-        penstock.offload(
-            model,
-            weights="flash",
-            weights_memory=limit * MIB,
-            flash=disk_path,
-            device_memory="1GiB",
-            host_memory="128MiB",
-        ) as session,
+        trained_on_flash(model, limit, disk_path) as session,
         torch.set_grad_enabled(kind != "infer"),
     ):
-        step, optimizer = steps_of(kind, model, ids, disk_path)
+        step = steps_of(kind, model, ids, disk_path)
         for _ in range(4):  # two show the order
             step()
         settle(session._weights)
-        traffic, found = Traffic(session._weights), []
-        tier = gradient_tier(optimizer)
-        gradients = None if tier is None else TierTraffic(tier)
+        traffic = Traffic(session._weights)
+        found = []
         for _ in range(3):
             traffic.reset()
             step()
             settle(session._weights)
-            found.append((traffic.read, traffic.written, 0))
-            if gradients is not None:
-                assert gradients.read == gradients.written
-                found[-1] = (traffic.read, traffic.written, gradients.read)
-                gradients.reset()
+            found.append((traffic.read, traffic.written))
     assert found == [expected] * 3
-    assert (expected[2] > 0) == (kind == "spill")
     if limit == LIMITS[-1]:
-        assert expected == (0, 0, 0)
+        assert expected == (0, 0)
+
+
+WAITING = {"gradient_memory": 12 * MIB}
+"""Memory of gradients that wait: the first ones fit, which are the head's, and one layer's."""
+IN_MEMORY = {"gradient_memory": AMPLE}
+OVERLAP = {"overlap": True, "accumulation": 2}
+STEPS = {
+    "in memory": ({"update": IN_STEP, **IN_MEMORY}, {}),
+    "on flash": ({"update": IN_STEP, **WAITING}, WAITING),
+    "clip_norm": ({"update": IN_STEP, **WAITING}, {**WAITING, "clip_norm": 1.0}),
+    "clip_grad_norm_": ({"update": IN_STEP, "clips": True, **WAITING}, WAITING),
+    "accumulated": ({"update": IN_STEP, "batched": accumulated, **WAITING}, WAITING),
+    "overlap": ({"batched": accumulated, **WAITING}, {**OVERLAP, **WAITING}),
+    "micro_batched": ({"batched": micro_batched, **IN_MEMORY}, OVERLAP),
+}
+"""By how a step is made: how it is planned, and the settings of its optimizer."""
+
+
+def backward(model, ids, how):
+    if how == "micro_batched":
+        blocks = [model.words, *model.pairs, model.head, lambda x: x.square().mean()]
+        sum(penstock.micro_batched(blocks, torch.cat([ids, ids]), parts=2)).backward()
+        return
+    for _ in range(2 if how in {"accumulated", "overlap"} else 1):
+        loss_of(model, ids).backward()
+        land(model)
+    if how == "clip_grad_norm_":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        land(model)
+
+
+def land(model):
+    """Wait until gradients are on flash: one that is still in memory is not read from there."""
+    places = [getattr(each.grad, "place", None) for each in model.parameters()]
+    late = time.monotonic() + PATIENCE_S
+    while any(each is not None and each.tickets and each.real is not None for each in places):
+        assert time.monotonic() < late
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("how", STEPS)
+def test_bytes_of_gradients_that_wait_are_those_foretold(how, disk_path):
+    model, ids = built(lambda: Net(DEPTH // 2)), torch.arange(64).view(1, 64)
+    settings, options = STEPS[how]
+    expected = foretold(model, ids, LIMITS[0] * MIB, **settings)
+    with trained_on_flash(model, LIMITS[0], disk_path) as session:
+        optimizer = FlashAdamW(model.parameters(), flash=disk_path, format="int8", **options)
+
+        def step():
+            backward(model, ids, how)
+            optimizer.step()
+            optimizer.zero_grad()
+            settle(session._weights)
+
+        for _ in range(3):  # two show the order
+            step()
+        gradients = optimizer._penstock.gradients
+        tier = None if gradients is None else gradients._spill._tier
+        counts = [Traffic(session._weights), *([] if tier is None else [TierTraffic(tier)])]
+        step()
+        found = [nbytes for each in counts for nbytes in (each.read, each.written)]
+        optimizer.close()
+    assert found[:2] == [expected.weights_read, expected.weights_written]
+    assert (found[2:] or [0, 0]) == [expected.gradients_read, expected.gradients_written]
+    assert (expected.gradients_read > 0) == ("gradient_memory" in options)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from penstock.cli.command import new_parser, size
-from penstock.cli.plan_network import ALL, FORMATS, OF_RANKS, OPTIMIZER_COPIES
+from penstock.cli.plan_network import ALL, FORMATS, OF_GRADIENTS, OF_RANKS, OPTIMIZER_COPIES
 from penstock.core.errors import ConfigError
 from penstock.plan import policies
 from penstock.plan.machine import Machine
@@ -122,14 +122,28 @@ def parser() -> argparse.ArgumentParser:
             " as in a session with that limit (default: what makes the step shortest)",
         )  # fmt: skip
     made.add_argument(
-        "--update", choices=(IN_BACKWARD, IN_STEP), help="with --weights flash or --ranks: update weights"
+        "--update", choices=(IN_BACKWARD, IN_STEP), help="with --weights flash: update weights"
         " in backward, as a flash optimizer with overlap does, or in step(), until which gradients wait"
         " (default: backward; with --script step, as under penstock run)",
     )  # fmt: skip
     made.add_argument(
-        "--gradient-memory", metavar="SIZE", type=size, help="with --weights flash or --ranks: what"
+        "--gradient-memory", metavar="SIZE", type=size, help="with --weights flash: what"
         " gradients that wait have of --memory; the others wait on flash (default: what makes the step"
         " shortest)",
+    )  # fmt: skip
+    for name, text in (
+        ("--accumulate", "M backwards make a step, each with its part of the batch"),
+        (
+            "--parts",
+            "penstock.micro_batched(parts=M): each block computes M parts before the next does",
+        ),
+    ):
+        made.add_argument(
+            name, metavar="M", type=int, help=f"with --weights flash: {text} (default: 1)"
+        )
+    made.add_argument(
+        "--clip", action="store_true", help="with --weights flash: gradients are clipped by"
+        " their norm, so updates come in step(); with --script by the script, which reads those on flash",
     )  # fmt: skip
     made.add_argument(
         "--format", choices=FORMATS, help="with --weights flash or --ranks: format of the records"
@@ -226,11 +240,12 @@ def _refuse_step_options(options: argparse.Namespace) -> None:
     for name in OF_RANKS:
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --ranks")
-    for name in ("tokens", "memory", "format", "update", "gradient_memory"):
+    for name in ("tokens", "memory", "format", *OF_GRADIENTS):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name} needs --weights flash or --ranks")
-    if options.forward_only:
-        raise ConfigError("--forward-only needs --weights flash or --ranks")
+    for name in ("forward_only", "clip"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name.replace('_', '-')} needs --weights flash or --ranks")
 
 
 def _refuse_others(options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ Only the first two load torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -17,6 +18,7 @@ from typing import Any, Final, Protocol
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import read_text
 from penstock.plan.machine import Machine
+from penstock.plan.micro_batches import BatchedStep, accumulated, micro_batched
 from penstock.plan.profile import Profile
 from penstock.plan.weights import ModuleWeights
 
@@ -28,6 +30,8 @@ FORMATS: Final = ("exact", "split", "bf16", "int8")
 """Formats of the optimizer's records: those of ``penstock.optim.formats``, which loads torch."""
 OF_RANKS: Final = ("nodes", "ssds", "links", "network_rate", "peer_rate", "parallel")
 """Options that go with ``--ranks`` only."""
+OF_GRADIENTS: Final = ("update", "gradient_memory", "accumulate", "parts")
+"""Options of whole steps that say when gradients are made and used, beside ``--clip``."""
 _RETURNS: Final = "it returns (module, inputs), or (module, inputs, loss)"
 
 
@@ -114,6 +118,29 @@ def subject(text: str, training: TrainingSetup, settings: Mapping[str, Any]) -> 
         return step
 
     return PlannedNetwork(text, step_of)
+
+
+def several_batches(
+    step_of: Callable[[int], StepShapes], *, accumulate: int, parts: int
+) -> Callable[[int], StepShapes]:
+    """Return the function that makes a step of so many backwards, each with so many micro-batches."""
+    count = accumulate * parts
+
+    def made(batch: int) -> StepShapes:
+        if batch % count:
+            raise ConfigError(
+                f"a batch of {batch} cannot be divided into {count} equal parts by --accumulate"
+                f" {accumulate} and --parts {parts}"
+            )
+        one = step_of(batch // count)
+        profile, weights = one.profile, one.weights
+        if parts > 1:
+            profile, weights = micro_batched(profile, weights, parts)
+        if accumulate > 1:
+            profile, weights = accumulated(profile, weights, accumulate)
+        return BatchedStep(profile, weights, count * one.tokens)
+
+    return step_of if count == 1 else functools.cache(made)
 
 
 def parse_settings(words: list[str]) -> dict[str, Any]:

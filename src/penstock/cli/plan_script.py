@@ -41,6 +41,8 @@ _OF_THE_SCRIPT: Final = {
     "tokens": "the script says how large its batch is",
     "optimizer": "the script has an optimizer",
     "autocast": "the script says if it trains under autocast",
+    "accumulate": "the script says how many backwards make its step",
+    "parts": "the script has micro-batches, or not",
     "set": "the script makes its own network",
     "device": "the script says where it computes",
     "device_memory": "use --memory, which lists the budgets to compare",
@@ -49,6 +51,7 @@ _OF_THE_SCRIPT: Final = {
 }
 """Options that do not go with ``--script``, and what to do."""
 _OF_WHOLE_STEPS: Final = ("format", "update", "gradient_memory", *OF_RANKS)
+"""Options that need ``--weights flash`` or ``--ranks``."""
 _SIZES: Final = (
     *("memory", "host_memory", "flash_memory", "tbw"),
     *("weights_memory", "saved_memory", "gradient_memory"),
@@ -91,6 +94,8 @@ def _check(options: argparse.Namespace) -> None:
     for name in () if whole else _OF_WHOLE_STEPS:
         if getattr(options, name) is not None:
             raise ConfigError(f"{_option(name)} needs --weights flash or --ranks")
+    if options.clip and not whole:
+        raise ConfigError("--clip needs --weights flash or --ranks")
     if options.flash and options.machine is not None:
         raise ConfigError("--flash is measured where no --machine is named; give one of the two")
     if options.plot is not None and whole:

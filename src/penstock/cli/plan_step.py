@@ -21,11 +21,13 @@ from penstock import __version__
 from penstock.cli.output import print_result
 from penstock.cli.plan_network import (
     FORMATS,
+    OF_GRADIENTS,
     OF_RANKS,
     PlannedNetwork,
     StepShapes,
     TrainingSetup,
     parse_settings,
+    several_batches,
     subject,
 )
 from penstock.cli.plan_request import bytes_of, data_rate, device_of, machine_of
@@ -89,6 +91,8 @@ class StepRequest:
     """When weights are updated: ``IN_BACKWARD`` or ``IN_STEP``."""
     gradient_memory: int | None = None
     """Memory of gradients that wait; None: as much as makes the step shortest."""
+    clips: bool = False
+    """True if the script clips gradients itself, between backward and ``step()``."""
 
     @cached_property
     def machine(self) -> Machine:
@@ -141,6 +145,7 @@ class StepRequest:
             saved_bytes=self.saved_bytes,
             update=self.update,
             gradient_memory=self.gradient_memory,
+            clips=self.clips,
         )
 
     @property
@@ -212,13 +217,28 @@ def check_step_options(options: argparse.Namespace) -> None:
             "--policy all does not go with --weights flash or --ranks; name one policy"
         )
     policies.get(options.policy)
-    for name in ("update", "gradient_memory"):
-        if options.forward_only and getattr(options, name) is not None:
-            option = f"--{name.replace('_', '-')}"
+    _check_gradients(options)
+
+
+def _check_gradients(options: argparse.Namespace) -> None:
+    """Check the options that say when gradients are made and used. Raises ConfigError."""
+    given = [name for name in OF_GRADIENTS if getattr(options, name) is not None]
+    for name in (*given, *(["clip"] if options.clip else [])):
+        option = f"--{name.replace('_', '-')}"
+        if options.forward_only and name != "parts":
             raise ConfigError(f"{option} does not go with --forward-only, which has no update")
-    if options.update == IN_STEP and options.ranks is not None:
+        if options.ranks not in {None, 1} and (name, options.update) != ("update", IN_BACKWARD):
+            raise ConfigError(
+                f"{option} is for one process; with --ranks there is one backward, which updates"
+            )
+    for name in ("accumulate", "parts"):
+        count = getattr(options, name)
+        if count is not None and count < 1:
+            raise ConfigError(f"--{name} is {count}; it must be 1 or more")
+    if options.clip and options.update == IN_BACKWARD:
         raise ConfigError(
-            "--update step is for one process; the plan of --ranks updates in backward"
+            "--clip does not go with --update backward: the norm is known after backward (overlap=True"
+            " clips by the norm of the step before, which moves nothing)"
         )
 
 
@@ -262,9 +282,11 @@ def check_step(
                 f"{found.name!r}: a profile does not say what the weights are; name the network, of the"
                 " zoo or file.py:function"
             )
-        step_of = functools.cache(found.step_of)
+        one_of = functools.cache(found.step_of)
+        batch_size, states = _batch_size(options, one_of), None
+        accumulate, parts = options.accumulate or 1, options.parts or 1
+        step_of = several_batches(one_of, accumulate=accumulate, parts=parts)
         found = replace(found, step_of=step_of)
-        batch_size, states = _batch_size(options, step_of), None
         shapes = step_of(batch_size)
     return StepRequest(
         subject=found,
@@ -286,11 +308,18 @@ def check_step(
         weights_bytes=_part(options, "weights_memory"),
         saved_bytes=_part(options, "saved_memory"),
         states=states,
-        update=options.update or (IN_BACKWARD if recorded is None or options.ranks else IN_STEP),
+        update=options.update or _update_of(options, recorded),
+        clips=options.clip and recorded is not None,
         gradient_memory=None
         if options.gradient_memory is None
         else bytes_of(options, "gradient_memory", 0),
     )
+
+
+def _update_of(options: argparse.Namespace, recorded: RecordedStep | None) -> str:
+    """Return when weights are updated, where no option says it."""
+    is_script = recorded is not None and options.ranks in {None, 1}
+    return IN_STEP if options.clip or is_script else IN_BACKWARD
 
 
 def _part(options: argparse.Namespace, name: str) -> int | None:
@@ -399,8 +428,9 @@ def _changes(request: StepRequest, plan: StepPlan) -> Iterator[ChangedStep]:
         yield _changed(f"twice the nodes, {more_nodes.nodes}", replace(request, ranks=more_nodes))
         other = next(one for one in PARALLEL if one != ranks.parallel)
         yield _changed(other, replace(request, ranks=replace(ranks, parallel=other)))
-    if request.update == IN_STEP:
-        yield _changed("updates in backward", replace(request, update=IN_BACKWARD))
+    if plan.in_step:
+        in_backward = replace(request, update=IN_BACKWARD, clips=False)
+        yield _changed("updates in backward", in_backward)
     more = replace(request, memory_bytes=2 * request.memory_bytes)
     is_given = request.weights_bytes is not None and request.saved_bytes is not None
     if (plan.read_bytes or plan.written_bytes) and not is_given:

@@ -282,6 +282,7 @@ class StepPlanner:
         saved_bytes: int | None = None,
         update: str = IN_BACKWARD,
         gradient_memory: int | None = None,
+        clips: bool = False,
     ) -> None:
         """Prepare.
 
@@ -303,6 +304,7 @@ class StepPlanner:
             update: ``IN_BACKWARD`` or ``IN_STEP``; with the second ranks must not divide weights.
             gradient_memory: Memory of gradients that wait for other backwards, or for ``step()``; the
                 others wait on flash. None: what makes the step shortest.
+            clips: True if the program clips gradients between backward and ``step()``.
 
         Raises:
             NoSpaceError: Flash has no room for weights and records.
@@ -319,6 +321,7 @@ class StepPlanner:
         if update == IN_STEP:
             self.weights = updated_in_step(self.weights, len(profile.operators))
         self._gradient_memory = gradient_memory
+        self._clips = clips
         self._machine = machine
         self._policy = policy
         self._least_policy = least_policy or policy
@@ -460,11 +463,16 @@ class StepPlanner:
         memories = [int(total * share) for share in _WAITING] if given is None else [given]
         kept = sum(one.part_of(one.nbytes) for one in streamed if one.module in choice.kept)
         for spilled in dict.fromkeys(spilled_gradients(self.weights, each) for each in memories):
-            made = replace(choice, spilled=spilled)
+            made = replace(choice, spilled=spilled, clips=self._clips)
             window = least_window(self._profile, self.weights, made)
             if limit:
                 left = max(0, limit - kept) + waiting_bytes(self.weights, made)
                 window = max(window, left + gradient_bytes(self.weights))
+            if self._clips:
+                largest = max(
+                    (w.trained_bytes for w in self.weights if w.module in spilled), default=0
+                )
+                window = max(window, waiting_bytes(self.weights, made) + largest)
             if self._profile.device == "cpu":  # they leave a device before they are written
                 flying = sum(one.trained_bytes for one in self.weights if one.module in spilled)
                 window += min(FLYING_BYTES, flying)
@@ -625,7 +633,7 @@ class StepPlanner:
         """Return a time that no replay of a candidate is shorter than, and least bytes written."""
         moved = step_bytes(self.weights, one.choice)
         transfers = sum(  # all rounded
-            2 * (each.loads + each.gradient_writes) + 3 * MOST_PIECES for each in self.weights
+            2 * (each.loads + each.gradient_writes) + 4 + 3 * MOST_PIECES for each in self.weights
         )
         return self._bounds(moved, one.saved).step - transfers, moved.written
 

@@ -76,8 +76,8 @@ class ModuleWeights:
     """Bytes that come from other ranks for each use; the next come while its gradient is reduced."""
     reduced_bytes: int = 0
     made: tuple[WeightUse, ...] = ()
-    """If ``step()`` updates it: operators of each backward that makes its gradient or adds to it. Then
-    ``gradient`` and ``uses`` end with the update. (): it is updated when its gradient is final."""
+    """Operators of each backward that makes its gradient or adds to it. If ``step()`` updates it,
+    ``gradient`` and ``uses`` end later, with the update. (): uses in backward tell."""
 
     def __post_init__(self) -> None:
         counts = (
@@ -107,7 +107,10 @@ class ModuleWeights:
     @property
     def is_updated_in_step(self) -> bool:
         """True if ``step()`` updates it, after all backwards."""
-        return self.updated and bool(self.made)
+        made, gradient = self.made, self.gradient
+        return (
+            gradient is not None and self.updated and bool(made) and gradient.last > made[-1].last
+        )
 
     @property
     def backwards(self) -> tuple[WeightUse, ...]:
@@ -323,18 +326,19 @@ class StepBytes:
     records_written: int = 0
     network: int = 0
     """Bytes that come over the network, from other ranks."""
-    gradients: int = 0
-    """Bytes of gradients that are written, and as many that are read."""
+    gradients_read: int = 0
+    """Bytes of gradients that wait; the next are those that are written."""
+    gradients_written: int = 0
 
     @property
     def read(self) -> int:
         """Bytes read in all."""
-        return self.weights_read + self.records_read + self.gradients
+        return self.weights_read + self.records_read + self.gradients_read
 
     @property
     def written(self) -> int:
         """Bytes written in all."""
-        return self.weights_written + self.records_written + self.gradients
+        return self.weights_written + self.records_written + self.gradients_written
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +356,9 @@ class WeightsChoice:
     one: after the last comes the first of the next step."""
     spilled: frozenset[str] = frozenset()
     """Modules whose gradients wait on flash."""
+    clips: bool = False
+    """True if the program clips gradients before ``step()``: those on flash are read for the norm, and
+    read and written to be scaled."""
 
     def loads_of(self, one: ModuleWeights) -> list[WeightUse]:
         """Return the spans of operators for which a module's weights are read in a step.
@@ -379,6 +386,9 @@ def step_bytes(weights: Iterable[ModuleWeights], choice: WeightsChoice) -> StepB
     weights = tuple(weights)
     streamed = [one for one in weights if one.module not in choice.kept]
     states = sum(one.state_bytes for one in weights if one.module not in choice.cached)
+    spilled = [one for one in weights if one.module in choice.spilled and one.gradient_writes]
+    waiting = sum(one.gradient_writes * one.gradient_bytes for one in spilled)
+    clipped = sum(one.gradient_bytes for one in spilled) if choice.clips else 0
     return StepBytes(
         weights_read=sum(len(choice.loads_of(one)) * one.read_bytes for one in streamed),
         weights_written=sum(one.written_bytes for one in streamed),
@@ -387,26 +397,24 @@ def step_bytes(weights: Iterable[ModuleWeights], choice: WeightsChoice) -> StepB
         network=sum(
             one.loads * one.gathered_bytes + one.reduced_bytes * one.updated for one in weights
         ),
-        gradients=sum(
-            one.gradient_writes * one.gradient_bytes
-            for one in weights
-            if one.module in choice.spilled
-        ),
+        gradients_read=waiting + 2 * clipped,
+        gradients_written=waiting + clipped,
     )
 
 
 def moved_in_step(weights: Iterable[ModuleWeights], choice: WeightsChoice) -> tuple[int, int]:
-    """Return the bytes that updates in ``step()`` read from flash, and those that they write."""
+    """Return the bytes that ``step()``, and clips before it, read from flash, and those they write."""
     read = written = 0
     for one in weights:
         if not one.is_updated_in_step:
             continue
         states = one.state_bytes * (one.module not in choice.cached)
         gradient = one.gradient_bytes * (one.module in choice.spilled)
+        clipped = gradient * choice.clips
         loads = choice.loads_of(one)
         comes = bool(loads) and loads[-1].first == one.uses[-1].first
-        read += states + gradient + one.read_bytes * comes
-        written += states + one.written_bytes * (one.module not in choice.kept)
+        read += states + gradient + 2 * clipped + one.read_bytes * comes
+        written += states + clipped + one.written_bytes * (one.module not in choice.kept)
     return read, written
 
 

@@ -225,7 +225,7 @@ def _traffic(plan: StepPlan) -> Table:
     for name, read, written in (
         ("weights", moved.weights_read, moved.weights_written),
         ("optimizer records", moved.records_read, moved.records_written),
-        ("gradients that wait", moved.gradients, moved.gradients),
+        ("gradients that wait", moved.gradients_read, moved.gradients_written),
         ("saved tensors", found.activations_read, found.activations_written),
         ("in all", plan.read_bytes, plan.written_bytes),
     ):

@@ -78,6 +78,18 @@ class WaitingGradient:
 
 
 @dataclass(slots=True)
+class ClippedGradient:
+    """Gradient of one module on flash that the program clips, after the last backward."""
+
+    norm: int
+    """Slot of the read for the norm."""
+    back: int
+    """Slot of the read to scale it."""
+    out: int
+    """Slot of the write."""
+
+
+@dataclass(slots=True)
 class StepSlots:
     """Slots beyond those of the profile, in the order of their indices."""
 
@@ -89,6 +101,7 @@ class StepSlots:
     """Reads of weights in the order of need."""
     updates: tuple[WeightUpdate, ...]
     waiting: tuple[WaitingGradient, ...] = ()
+    clipped: tuple[ClippedGradient, ...] = ()
     gradient_bytes: dict[int, int] = field(default_factory=dict)
     """Bytes of gradients that each moves, from or to flash: all it moves, or part of that."""
     read_bytes: dict[int, int] = field(default_factory=dict)
@@ -180,6 +193,7 @@ class _SlotMaker:
         self._loads: list[WeightLoad] = []
         self._updates: list[WeightUpdate] = []
         self._waiting: list[WaitingGradient] = []
+        self._clipped: list[ClippedGradient] = []
         self._end_ns = profile.axis_ns[1]
         self._made = StepSlots(profile, len(profile.slots), (), ())
 
@@ -194,6 +208,14 @@ class _SlotMaker:
             states = 0 if one.module in choice.cached else one.state_bytes
             spilled = one.module in choice.spilled and one.gradient_writes > 0
             self._update(one, handed, states, streamed=streamed, spilled=spilled)
+            if spilled and choice.clips:
+                self._clipped.append(
+                    ClippedGradient(
+                        self._back(one, self._end_ns),
+                        self._back(one, self._end_ns),
+                        self._out(one, self._end_ns),
+                    )
+                )
 
     def made(self) -> StepSlots:
         begin, end = self._given.axis_ns
@@ -218,6 +240,7 @@ class _SlotMaker:
             loads=loads,
             updates=tuple(sorted(self._updates, key=lambda update: update.end_ns)),
             waiting=tuple(self._waiting),
+            clipped=tuple(self._clipped),
         )
 
     def _slot(self, module: str, nbytes: int, begin_ns: int, needed_ns: int | None) -> int:
@@ -313,14 +336,19 @@ class _SlotMaker:
             nbytes = one.trained_bytes * (2 if number else 1)
             slot = self._slot(one.module, nbytes, begin_ns, None)
             back = self._back(one, end_ns) if number else None
-            out = self._slot(one.module, one.trained_bytes, end_ns, None)
-            self._made.write_bytes[out] = self._made.gradient_bytes[out] = one.gradient_bytes
+            out = self._out(one, end_ns)
             self._waiting.append(WaitingGradient(slot, begin_ns, end_ns, nbytes, back, out))
 
     def _back(self, one: ModuleWeights, end_ns: int) -> int:
         """Return a slot of what a gradient has on flash, which is read; its memory is another slot's."""
         slot = self._slot(one.module, one.trained_bytes, end_ns, None)
         self._made.read_bytes[slot] = self._made.gradient_bytes[slot] = one.gradient_bytes
+        return slot
+
+    def _out(self, one: ModuleWeights, end_ns: int) -> int:
+        """Return a slot of a gradient that is written to flash."""
+        slot = self._slot(one.module, one.trained_bytes, end_ns, None)
+        self._made.write_bytes[slot] = self._made.gradient_bytes[slot] = one.gradient_bytes
         return slot
 
 

@@ -11,7 +11,8 @@ It adds to :mod:`.walk`, on the same channels and in the same memory:
 3. A gradient that waits for other backwards or for ``step()`` stays in memory, or is written to flash
    when a backward has made it. Compute waits when a later backward adds to it: it is read, and written
    again. With updates in ``step()`` these begin when backward has ended: weights are read once more, and
-   gradients with their records.
+   gradients with their records. If the program clips gradients, those on flash are read before that for
+   the norm, and then read, scaled and written.
 4. On a CPU the arithmetic of updates delays compute by as much: both use the same cores.
 5. The step ends when everything is written: the next one needs the weights and the channels.
 6. With several ranks, weights of which each rank has a part are gathered over the network once they are
@@ -170,6 +171,7 @@ def _moved(slots: StepSlots, moves: Moves, channels: Channels) -> tuple[StepByte
     read = [i for _, i in back]
     gradients = slots.gradient_bytes
     pieces = [i for one in slots.updates for i in one.pieces]
+    updated = {*pieces}
     states = sum(slots.read_bytes[i] - gradients[i] for i in pieces)
     moved = StepBytes(
         weights_read=sum(
@@ -184,7 +186,8 @@ def _moved(slots: StepSlots, moves: Moves, channels: Channels) -> tuple[StepByte
         weights_written=sum(slots.write_bytes[i] for i in pieces) - states,
         records_read=states,
         records_written=states,
-        gradients=sum(gradients[one.out] for one in slots.waiting),
+        gradients_read=sum(gradients[i] for i in [*read, *pieces] if i in gradients),
+        gradients_written=sum(gradients[i] for _, i in out if i in gradients and i not in updated),
     )
     saved = moves.moved_bytes
     return (
@@ -277,6 +280,11 @@ class StepWalk(Walk):
         """
         counted = self.budget_ns, self.demand_ns, self.late_ns, self.interference_ns
         _, end_ns = self._own.axis_ns
+        for clipped in self._slots.clipped:
+            now = self._read_gradient(clipped.norm, now)
+        for clipped in self._slots.clipped:
+            now = self._wait_for_room(self.held.sizes[clipped.out], 0, now)
+            now = self._write_gradient(clipped.out, self._read_gradient(clipped.back, now))
         loads = {load.slot for load in self._slots.loads if load.begin_ns > end_ns}
         for one in self._slots.updates:
             if not one.in_step:
@@ -330,11 +338,15 @@ class StepWalk(Walk):
         """Write a gradient to flash, with what was there of it, and return when compute goes on."""
         now = self._read_gradient(one.back, now)
         self.held.free(one.slot, now)
-        self._state[one.out] = UNNEEDED  # its memory is free once it is written
-        self.held.allocate(one.out, now)
-        self._channels.out[FLASH].add(now, one.out)
+        return self._write_gradient(one.out, now)
+
+    def _write_gradient(self, i: int, now: int) -> int:
+        """Begin to write a gradient, and return when compute goes on."""
+        self._state[i] = UNNEEDED  # its memory is free once it is written
+        self.held.allocate(i, now)
+        self._channels.out[FLASH].add(now, i)
         self._slowed = self._slower > 0
-        return self._worked(self._write_work_ns(self._slots.write_bytes[one.out]), now)
+        return self._worked(self._write_work_ns(self._slots.write_bytes[i]), now)
 
     def _read_gradient(self, i: int | None, now: int) -> int:
         """Read what is on flash of a gradient while compute waits, and return the end."""
