@@ -4,11 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from penstock.cli import main, plan, plan_step
 from penstock.cli.plan_step import FORMATS, record_bytes
 from penstock.core.units import format_bytes
-from penstock.optim import formats
+from penstock.optim import formats, on_flash
 from penstock.plan import Machine
 
 TINY = ["gpt2", "--set", "size=tiny", "--set", "width=512", "--machine", "cpu"]
@@ -344,3 +346,19 @@ def test_records_are_those_of_the_optimizer():
     assert record_bytes("adam", "exact")(1, "float32") == 4096
     assert record_bytes("sgd", "exact")(tile, "float32") == 0
     assert record_bytes("momentum", "exact")(tile, "float32") == 4 * tile
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        *(("bfloat16", form) for form in FORMATS),
+        *(("float32", form) for form in FORMATS if form != "split"),
+        ("float16", "exact"),
+    ],
+)
+def test_records_of_a_script_are_those_that_its_optimizer_gets_in_a_run(dtype, form, disk_path):
+    weights = nn.Parameter(torch.zeros(3000, dtype=getattr(torch, dtype)))
+    optimizer = on_flash(torch.optim.AdamW([weights]), flash=disk_path, format=form)
+    found = sum(tile.record_bytes for tile in optimizer._penstock.tiles)
+    optimizer.close()
+    assert found == record_bytes("adam", form, with_master=False)(3000, dtype)

@@ -15,6 +15,7 @@ from penstock.cli import run
 from penstock.cli.plan_step import check_step
 from penstock.cli.step_recording import StepReached, StepRecording
 from penstock.core.units import MIB
+from penstock.optim import on_flash
 from penstock.plan import Machine
 from script_plans import answered, options_of
 
@@ -132,6 +133,11 @@ def test_steps_of_whole_weights_are_planned_for_on_the_measured_machine(disk_pat
     assert request.node == step.machine
     assert request.memory_bytes == step.machine.device_bytes
     assert request.plan().memory.total <= request.memory_bytes
+    weights = [nn.Parameter(torch.zeros(one.trained, device="cuda")) for one in request.weights]
+    optimizer = on_flash(torch.optim.AdamW(weights), flash=disk_path, tile=WIDTH * (WIDTH + 1))
+    found = [tile.record_bytes for tile in optimizer._penstock.tiles]
+    optimizer.close()
+    assert found == [one.record_bytes for one in request.weights if one.trained]
 
 
 def test_a_named_machine_is_asked_in_place_of_this_one():

@@ -228,6 +228,7 @@ class BudgetRequest:
             weights_stay=weights_stay,
             states=states,
             update=IN_STEP,
+            own_optimizer=True,
             gradient_memory=_AMPLE_BYTES if weights_stay else None,
         )
         least = request.planner.least.total

@@ -91,6 +91,8 @@ class StepRequest:
     """When weights are updated: ``IN_BACKWARD`` or ``IN_STEP``."""
     gradient_memory: int | None = None
     """Memory of gradients that wait; None: as much as makes the step shortest."""
+    own_optimizer: bool = False
+    """True if the optimizer is the script's own, which ``penstock run`` puts on flash as it is."""
     clips: bool = False
     """True if the script clips gradients itself, between backward and ``step()``."""
 
@@ -120,7 +122,14 @@ class StepRequest:
         divided = self.ranks.divide(self.shapes.weights)
         if self.forward_only:
             return forward_only(divided)
-        needed = record_bytes(self.optimizer, self.format, self.states)
+        on_device = self.device != "cpu"
+        needed = record_bytes(
+            self.optimizer,
+            self.format,
+            self.states,
+            with_master=not self.own_optimizer or on_device,
+            whole_master=self.own_optimizer and on_device,
+        )
         states = _STATES[self.optimizer] if self.states is None else self.states
         update_s = (
             getattr(self.node, f"update_{self.format}_s") if states == _STATES["adam"] else 0.0
@@ -171,7 +180,12 @@ def _of_one_rank(node: Machine, ranks: Ranks, device: str, rate: int) -> Machine
 
 
 def record_bytes(
-    optimizer: str, format_name: str, states: Sequence[str] | None = None
+    optimizer: str,
+    format_name: str,
+    states: Sequence[str] | None = None,
+    *,
+    with_master: bool = True,
+    whole_master: bool = False,
 ) -> Callable[[int, str], int]:
     """Return a function of (trained parameters, dtype) to the bytes of their records on flash.
 
@@ -179,6 +193,10 @@ def record_bytes(
         optimizer: Value of ``--optimizer``.
         format_name: Format of the records.
         states: Names of the states that it keeps; None: those of ``optimizer``.
+        with_master: True if 16-bit parameters have a float32 master in every format, as those of
+            ``FlashAdamW``; False if they have none in ``exact``, as of optimizers that are put on flash.
+        whole_master: True if every bit of the master is kept, also beside a float32 weight, as it is for
+            weights on a device.
 
     Raises:
         ConfigError: When called: the format is not for this dtype.
@@ -187,15 +205,16 @@ def record_bytes(
     config = importlib.import_module("penstock.optim.config")
     formats = importlib.import_module("penstock.optim.formats")
     names = _STATES[optimizer] if states is None else states
-    kept = [formats.State(name, torch.float32) for name in names]
+    has_master = with_master or format_name != "exact"
 
     def count(elements: int, dtype: str) -> int:
+        stepped = formats.stepped_dtype(getattr(torch, dtype), with_master=has_master)
         form = formats.form_of(
             format_name,
             getattr(torch, dtype),
-            kept,
-            with_master=True,
-            whole_master=False,
+            [formats.State(name, stepped) for name in names],
+            with_master=has_master,
+            whole_master=whole_master,
             where=f"--format {format_name}",
         )
         tiles, rest = divmod(elements, config.TILE)
@@ -309,6 +328,7 @@ def check_step(
         saved_bytes=_part(options, "saved_memory"),
         states=states,
         update=options.update or _update_of(options, recorded),
+        own_optimizer=recorded is not None,
         clips=options.clip and recorded is not None,
         gradient_memory=None
         if options.gradient_memory is None
