@@ -159,6 +159,24 @@ def test_flash_is_as_fast_as_the_computing_beside_it_allows(forward_ms, rate):
     assert both[0] == both[1]  # where flash is hidden, the processor always computes
 
 
+@pytest.mark.parametrize("forward_ms", [10, 40, 80])
+def test_flash_is_as_fast_as_the_share_of_computing_in_the_step_that_results(forward_ms):
+    """Flash binds: its time is that of its bytes at the mean of both rates over this step."""
+    beside, alone = 1e9, 2e9
+    machine = replace(
+        BOX,
+        flash_read_bytes_per_s=beside,
+        flash_read_alone_bytes_per_s=alone,
+        flash_write_alone_bytes_per_s=6e9,
+    )
+    step, weights = chain([forward_ms * MS] * 16), weights_of([200 * MB] * 16)
+    found = planner(forward_part(step), forward_only(weights), machine)
+    replayed = found.plan(found.least.total).replayed
+    share = replayed.compute_ns / replayed.step_ns
+    expected_ns = replayed.moved.read / (share * beside + (1 - share) * alone) * 1e9
+    assert replayed.read_ns == pytest.approx(expected_ns, rel=0.01)
+
+
 def test_a_frozen_base_is_read_twice_and_prefill_once():
     """T* = C / r: with c = 4 for the base of an adapter, and c = 2 for a forward."""
     each, layers, batch = 104_857_600, 64, 1024

@@ -53,8 +53,6 @@ _FEW_LARGEST: Final = (2, 4, 10)
 _AHEAD: Final = (0, 2, 8)
 """Largest modules for which the window is tried to have room beyond the least, where each use gathers
 weights."""
-_SETTLING: Final = 2
-"""Replays of a candidate with the bandwidth that flash has in a step as long as the one before."""
 _ALIKE: Final = 1.02
 """Steps whose times differ by a smaller factor are as long for a session."""
 _FEW: Final = 6
@@ -603,15 +601,27 @@ class StepPlanner:
         """
         known = self._replayed.get(id(one))
         if known is None:
-            machine, found = self._machine, self._replay_on(self._machine, one)
-            for _ in range(_SETTLING):
-                share = min(1.0, self._busy_ns(found) / max(1, found.step_ns))
-                faster = self._machine.computing_for(share)
-                if faster == machine:
-                    break
-                machine, found = faster, self._replay_on(faster, one)
-            known = self._replayed[id(one)] = machine, found
+            known = self._replayed[id(one)] = self._settle(one)
         return known
+
+    def _settle(self, one: _Candidate) -> tuple[Machine, ReplayedStep]:
+        """Replay with flash as beside computing, and as fast as that leaves it; then between the two.
+
+        The slower flash is, the smaller is the share of the step in which the processor computes. That
+        share is taken to fall in proportion, to find the one that makes a step in which it is as large.
+        """
+        slow = self._replay_on(self._machine, one)
+        first = self._computing_share(slow)
+        machine = self._machine.computing_for(first)
+        if machine == self._machine:
+            return machine, slow
+        second = self._computing_share(self._replay_on(machine, one))
+        slope = (second - first) / (first - 1.0)
+        machine = self._machine.computing_for((first - slope) / (1.0 - slope))
+        return machine, self._replay_on(machine, one)
+
+    def _computing_share(self, found: ReplayedStep) -> float:
+        return min(1.0, self._busy_ns(found) / max(1, found.step_ns))
 
     def _replay_on(self, machine: Machine, one: _Candidate) -> ReplayedStep:
         return replay_step(self._profile, one.saved, machine, self.weights, one.choice)
