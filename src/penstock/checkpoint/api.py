@@ -24,12 +24,14 @@ from penstock.checkpoint.manifest import (
 from penstock.checkpoint.reader import Health, OpenCheckpoint, some
 from penstock.checkpoint.staging import (
     check_fits,
+    check_rank,
     check_replaceable,
     claim,
     held_bytes,
     hidden_name_of,
     parent_of,
     publish,
+    rank_facts,
 )
 from penstock.checkpoint.streams import BUFFERS_BYTES, Buffers, SourceRegions
 from penstock.checkpoint.targets import Targets
@@ -111,7 +113,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: Something in the state has no form in a checkpoint, named by its keys; or the
                 path is that of something else.
-            ConfigError: Another writer is saving to this path; or there is no such codec.
+            ConfigError: Another writer is saving to this path; or another rank of a job of several has
+                saved to it; or there is no such codec.
             NoSpaceError: There is no room, before or during the save; nothing is left of it.
             TransferError: The device refuses; nothing is left of it either.
         """
@@ -210,6 +213,7 @@ class CheckpointStore:
         start = time.perf_counter()
         where = absolute_path(path, "the checkpoint")
         _check_facts(facts)
+        said = {**rank_facts(), **(facts or {})}
         name = os.path.basename(where)
         needed = {each.name: each.nbytes for each in prepared.plans}
         with (
@@ -220,6 +224,7 @@ class CheckpointStore:
             check_replaceable(where)
             spare = needed.keys() if reuse and base is None else None
             with claim(self.disk, parent, name, spare=spare) as hidden:
+                check_rank(where)
                 if old is None:
                     check_fits(parent, prepared.nbytes - held_bytes(hidden, needed))
                 if regions is None:
@@ -236,7 +241,7 @@ class CheckpointStore:
                     ) as writer,
                 ):
                     entries = writer.write_all(prepared, regions, encoder)
-                    manifest = self._manifest(writer.entries, entries, prepared.document, facts)
+                    manifest = self._manifest(writer.entries, entries, prepared.document, said)
                     self.disk.write(hidden, FILE_NAME, manifest)
                     writer.finish(
                         lambda: self.disk.sync_file(hidden, FILE_NAME),

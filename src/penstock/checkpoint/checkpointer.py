@@ -27,6 +27,7 @@ from penstock.checkpoint.listeners import is_wanted, listeners
 from penstock.checkpoint.listing import Info, info_of, listing, name_of_step, steps_in
 from penstock.checkpoint.staging import (
     SPARE,
+    advice_for_ranks,
     check_only_ours,
     hidden_name_of,
     is_hidden,
@@ -230,7 +231,7 @@ class Checkpointer:
             if not lock(self._root):
                 raise ConfigError(
                     f"{self.directory!r} is held by another Checkpointer, in this process or another:"
-                    " close that, or name another directory"
+                    f" close that, or name another directory{advice_for_ranks()}"
                 )
             self._store.disk.sync(self._root)  # a killed writer may not have done it
             with _not_on_read_only():

@@ -31,9 +31,12 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
+from torch import distributed as dist
+
 from penstock.checkpoint.disk import NO_DIRECTORY, Directory, Disk, failed, leads_to, lock
 from penstock.checkpoint.manifest import FILE_NAME
 from penstock.checkpoint.reader import OpenCheckpoint
+from penstock.core import ranks
 from penstock.core.errors import (
     CheckpointError,
     ConfigError,
@@ -48,6 +51,8 @@ _OURS: Final = re.compile(
     rf"{re.escape(FILE_NAME)}|(data|rank[0-9]{{5,}})-[0-9]{{5,}}\.safetensors"
 )
 """Names of the files that are written here; other writers may have others."""
+_RANK: Final = "saved_by_rank"
+_RANKS: Final = "saved_by_ranks"
 _SLACK_BYTES: Final = MIB
 """For the manifest's file and the file system's own."""
 
@@ -87,7 +92,7 @@ def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | 
             if not lock(hidden):
                 raise ConfigError(
                     f"another process, or another thread, is saving to {parent.join(name)!r} now:"
-                    " give each writer a name of its own"
+                    f" give each writer a name of its own{advice_for_ranks()}"
                 )
             if leads_to(hidden_name, hidden, parent):
                 break
@@ -204,6 +209,42 @@ def check_only_ours(path: str) -> None:
             f"{path!r} holds {min(others)!r}, which is no part of the checkpoint and would be removed"
             " with it: move that elsewhere, or name another checkpoint"
         )
+
+
+def rank_facts() -> dict[str, int]:
+    """Return facts on the rank of this process among several; none in a run of one process."""
+    if dist.is_available() and dist.is_initialized():
+        number: int | None = dist.get_rank()
+        size = dist.get_world_size()
+    else:
+        number, size = ranks.rank(), ranks.world_size()
+    return {} if number is None or size < 2 else {_RANK: number, _RANKS: size}
+
+
+def advice_for_ranks() -> str:
+    """Return advice to a rank that shares a path with others; empty in a run of one process."""
+    own = rank_facts()
+    if not own:
+        return ""
+    return (
+        f"; this is rank {own[_RANK]} of {own[_RANKS]}: if all have the same state, let one of them save"
+        " it; if each has a part, use torch.distributed.checkpoint with penstock.checkpoint.dcp, or give"
+        " each rank a path of its own"
+    )
+
+
+def check_rank(path: str) -> None:
+    """Raise ConfigError if a checkpoint was saved by another rank than this process, which is one."""
+    own = rank_facts()
+    if not own or not os.path.lexists(path):
+        return
+    with suppress(CheckpointError, TransferError), OpenCheckpoint(path) as opened:
+        facts = opened.manifest.facts
+        if facts.get(_RANK, own[_RANK]) != own[_RANK]:
+            raise ConfigError(
+                f"{path!r} was saved by rank {facts[_RANK]} of {facts.get(_RANKS)}, and rank"
+                f" {own[_RANK]} would replace it{advice_for_ranks()}"
+            )
 
 
 def _is_empty(path: str) -> bool:
