@@ -33,11 +33,13 @@ meeting = {"init_method": f"file://{place}/meet{world}", "rank": rank, "world_si
 LAUNCHED = """
 rank, world, meeting = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), {}
 """
-NAMES = """
+MEET = """
 flash = f"{place}/flash{rank}"
 os.makedirs(flash, exist_ok=True)
 dist.init_process_group("gloo", timeout=timedelta(seconds=200), **meeting)
-
+device = torch.device("cpu")
+"""
+NAMES = """
 def on_all(value):
     found = [None] * world
     dist.all_gather_object(found, value)
@@ -77,6 +79,71 @@ def train(model, optimizer, steps, first=0, clip=None):
         optimizer.zero_grad()
     return norms
 """
+WEIGHTS = """
+import penstock
+from contextlib import nullcontext
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from penstock.homed import home_of
+
+def wide():
+    # of 67 rows ranks have different numbers
+    torch.manual_seed(0)
+    sizes = (64, 130), (130, 67), (67, 64)
+    return nn.Sequential(*(nn.Linear(*each) for each in sizes)).to(device)
+
+def session_of(model, limit="40KiB"):
+    limits = {} if device.type == "cpu" else {"host_memory": "64MiB"}
+    return penstock.offload(
+        model, weights="flash", weights_memory=limit, flash=flash, floor="4KiB",
+        device_memory="64MiB", flash_capacity="64MiB", **limits,
+    )
+
+def steps(model, optimizer, count, first=0):
+    found = []
+    for step in range(first, first + count):
+        for turn in range(2):
+            model.set_requires_gradient_sync(turn == 1)
+            random = torch.Generator().manual_seed(100 * step + 10 * turn + rank)
+            loss = model(torch.randn(6, 64, generator=random).to(device)).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(model(torch.ones(2, 64, device=device)))
+    return found
+
+def values_of(model):
+    return [local(each.detach()).clone() for each in model.parameters()]
+
+def adamw(model):
+    return FlashAdamW(model.parameters(), lr=1e-2, flash=flash, tile=1024)
+
+def overlapped(model):
+    return FlashAdamW(model.parameters(), lr=1e-2, flash=flash, tile=1024, overlap=True)
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+
+def fused(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+def compare(settings):
+    for name, (options, make) in settings.items():
+        results = []
+        for rests in (False, True):
+            model = sharded(wide(), **options)
+            optimizer = make(model)
+            with session_of(model) if rests else nullcontext() as session:
+                found = steps(model, optimizer, 3)
+                if rests:
+                    assert session._weights.total_bytes > 40 * 1024
+            results.append([*found, *values_of(model)])
+            getattr(optimizer, "close", lambda: None)()
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other), name
+"""
+"""Models whose weights rest on flash, on a device too. Needs the names above."""
 END = """
 dist.barrier()
 dist.destroy_process_group()
@@ -91,7 +158,7 @@ def run(place, body, world=2, *words):
     """Run the body, which has the names above, on so many ranks, with a directory of each."""
     for left in (*place.glob("meet*"), *place.glob("done*")):  # by an earlier run
         left.unlink()
-    program = IMPORTS + FORKED + NAMES + textwrap.dedent(body) + END
+    program = IMPORTS + FORKED + MEET + NAMES + textwrap.dedent(body) + END
     done = preloaded.run(["-c", program, place, str(world), *words], timeout=280)
     assert done.returncode == 0, done.stderr
     ended = [(place / f"done{rank}").exists() for rank in range(world)]
@@ -100,4 +167,4 @@ def run(place, body, world=2, *words):
 
 def for_a_launcher(body):
     """Return the program that does the same in processes that torchrun starts, given the place."""
-    return IMPORTS + LAUNCHED + NAMES + textwrap.dedent(body) + END
+    return IMPORTS + LAUNCHED + MEET + NAMES + textwrap.dedent(body) + END

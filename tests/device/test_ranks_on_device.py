@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import preloaded
+from rank_programs import IMPORTS, NAMES, WEIGHTS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -138,6 +139,35 @@ assert order.checked > 1000, f"only {order.checked} accesses were judged"
 for settings, bits in zip(kinds, found):
     assert all(map(torch.equal, bits, expected)), f"the bits differ with {settings}"
 """
+WEIGHTS_AT_HOME = """
+def stopped(session):
+    weights, account = session._weights, session._weights.account
+    assert not weights.forced and 0 < account.peak_bytes <= 40 * 1024 < weights.total_bytes
+
+def with_states(rests):
+    model = sharded(wide())
+    optimizer = adamw(model)
+    with session_of(model) if rests else nullcontext() as session:
+        found = steps(model, optimizer, 2)
+        if rests:
+            stopped(session)
+        saved = {name: each.detach().clone() for name, each in model.state_dict().items()}
+        found += steps(model, optimizer, 1, first=2)
+        model.load_state_dict(saved)
+    assert all(home_of(each) is None for each in model.parameters())
+    found += steps(model, optimizer, 1, first=3)  # in device memory
+    optimizer.close()
+    return [*found, *map(local, saved.values()), *values_of(model)]
+
+half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+kept = {"mp_policy": half, "reshard_after_forward": False}
+with plugin.judged() as order:
+    compare({"kept after forward": (kept, overlapped)})
+    assert_same(with_states(True), with_states(False))
+    complaints = plugin.faults(order)
+assert not complaints, complaints
+assert order.checked > 1000, f"only {order.checked} accesses were judged"
+"""
 END = """
 dist.barrier()
 dist.destroy_process_group()
@@ -158,6 +188,14 @@ def test_ranks_train_with_states_on_flash_bit_for_bit_and_in_order(disk_path, ki
     if kind == "fsdp2" and torch.__version__.startswith("2.8."):
         pytest.skip("gloo of torch 2.8 gathers from a device's memory as if it were the host's")
     run_ranks(disk_path, kind, START + OPTIMIZED + END)
+
+
+def test_ranks_read_their_parts_of_weights_from_flash_bit_for_bit_and_in_order(disk_path):
+    if torch.__version__.startswith("2.8."):
+        pytest.skip("gloo of torch 2.8 gathers from a device's memory as if it were the host's")
+    names = 'world, flash = 2, str(flash)\nwarnings.simplefilter("ignore")\n' + NAMES + WEIGHTS
+    program = IMPORTS + START + names + WEIGHTS_AT_HOME
+    run_ranks(disk_path, "fsdp2", program + END)
 
 
 def run_ranks(disk_path, kind, program):

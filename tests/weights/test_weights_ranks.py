@@ -22,55 +22,6 @@ from penstock.homed import home_of
 from penstock.io.engine import Priority
 from penstock.runtime.storage import TensorRef
 
-HELP = """
-import penstock
-from contextlib import nullcontext
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from penstock.homed import home_of
-
-def wide():
-    # of 67 rows ranks have different numbers
-    torch.manual_seed(0)
-    sizes = (64, 130), (130, 67), (67, 64)
-    return nn.Sequential(*(nn.Linear(*each) for each in sizes))
-
-def session_of(model, limit="40KiB"):
-    return penstock.offload(
-        model, weights="flash", weights_memory=limit, flash=flash, floor="4KiB",
-        device_memory="64MiB", flash_capacity="64MiB",
-    )
-
-def steps(model, optimizer, count, first=0):
-    found = []
-    for step in range(first, first + count):
-        for turn in range(2):
-            model.set_requires_gradient_sync(turn == 1)
-            random = torch.Generator().manual_seed(100 * step + 10 * turn + rank)
-            loss = model(torch.randn(6, 64, generator=random)).square().mean()
-            loss.backward()
-            found.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            found.append(model(torch.ones(2, 64)))
-    return found
-
-def values_of(model):
-    return [local(each.detach()).clone() for each in model.parameters()]
-
-def adamw(model):
-    return FlashAdamW(model.parameters(), lr=1e-2, flash=flash, tile=1024)
-
-def overlapped(model):
-    return FlashAdamW(model.parameters(), lr=1e-2, flash=flash, tile=1024, overlap=True)
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
-
-def fused(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-"""
-
 SAME_BITS = """
 def last_dimension(param):
     even = param.ndim == 2 and param.shape[1] % world == 0
@@ -86,24 +37,12 @@ settings = {
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, overlapped
     ),
 }
-for name, (options, make) in settings.items():
-    results = []
-    for rests in (False, True):
-        model = sharded(wide(), **options)
-        optimizer = make(model)
-        with session_of(model) if rests else nullcontext() as session:
-            found = steps(model, optimizer, 3)
-            if rests:
-                assert session._weights.total_bytes > 40 * 1024
-        results.append([*found, *values_of(model)])
-        getattr(optimizer, "close", lambda: None)()
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other), name
+compare(settings)
 """
 
 
 def test_fsdp2_trains_to_the_same_bits_with_uneven_shards_and_other_settings(disk_path):
-    rank_programs.run(disk_path, HELP + SAME_BITS)
+    rank_programs.run(disk_path, rank_programs.WEIGHTS + SAME_BITS)
 
 
 DCP = """
@@ -153,7 +92,7 @@ for files in (OfTorch(), OfPenstock()):
 def test_a_model_goes_on_before_a_session_and_after_it_and_loads_states_and_checkpoints(disk_path):
     rank_programs.run(
         disk_path,
-        HELP
+        rank_programs.WEIGHTS
         + textwrap.dedent(
             """
             results = []
@@ -420,7 +359,7 @@ def test_host_memory_of_fsdp2_is_refused(one_rank, disk_path):
 def test_fewer_ranks_after_forward_are_refused(disk_path):
     rank_programs.run(
         disk_path,
-        HELP
+        rank_programs.WEIGHTS
         + textwrap.dedent(
             """
             model = sharded(wide(), reshard_after_forward=2)

@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from penstock.core.errors import ClosedError, ConfigError
-from penstock.homed import use_count
+from penstock.homed import local_of, use_count
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import advise_random
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
 from penstock.store.account import Account
 from penstock.weights.brought import BroughtMemory
+from penstock.weights.fsdp import Gathered
 from penstock.weights.homes import Home, WeightFiles, is_dense, view_like
 from penstock.weights.model import rest_weights
 from penstock.weights.state_dict import detached
@@ -107,6 +108,22 @@ class DeviceHome(Home):
                 f" {self.resting.device} is closed; it could not be brought there when that was closed:"
                 " free device memory, and open another session with weights='flash'"
             )
+
+
+class GatheredDeviceHome(Gathered, DeviceHome):
+    """Home of this rank's part, on a device, of a weight of FSDP2."""
+
+    __slots__ = ("_shard",)
+
+    def sent(self) -> Tensor:
+        """See :class:`.fsdp.Gathered`; raises ClosedError without a session."""
+        self._check_open()
+        return super().sent()
+
+    def detached(self) -> Tensor | None:
+        """None: torch's functions for state dicts want a DTensor, which shares the memory."""
+        self._check_open()
+        return None
 
 
 class DeviceMemory(BroughtMemory):
@@ -204,6 +221,7 @@ def resting_on(
             files=files,
             floor_bytes=floor_bytes,
             kind=DeviceHome,
+            gathered_kind=GatheredDeviceHome,
             is_able=can_rest,
         )
 
@@ -221,4 +239,5 @@ def _check_devices(model: Module, device: torch.device, floor_bytes: int) -> Non
 
 def can_rest(parameter: Parameter) -> bool:
     """Return whether a parameter can rest on a device as one NaN."""
-    return parameter.dtype in DTYPES and parameter.is_contiguous() and is_dense(parameter)
+    values = local_of(parameter)
+    return values.dtype in DTYPES and values.is_contiguous() and is_dense(values)

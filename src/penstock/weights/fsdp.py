@@ -7,6 +7,8 @@
     each exchange (its "all-gather extension"): the part is brought then, in the order of uses, and may
     leave when it was copied. Modules find the other parameter, so nothing is brought for their calls.
 
+    On a device it is the same, with one NaN at rest, as of any weight.
+
     FSDP2 has one more tensor, the part with zeros up to an equal length on all ranks. It shares the
     memory of the part, so it is taken away, and FSDP2 kept from making it anew.
 """
@@ -45,7 +47,7 @@ class GatheredValues(Tensor):
     ) -> tuple[tuple[Tensor, ...], None]:
         """Return what this rank sends, and nothing for ``fsdp_post_all_gather``."""
         home = home_of(self)
-        assert isinstance(home, GatheredHome)
+        assert isinstance(home, Gathered)
         return (home.sent(),), None
 
     def fsdp_post_all_gather(
@@ -59,17 +61,24 @@ class GatheredValues(Tensor):
         """Return the whole weight as it was received; None if it is in ``out``, which has its memory."""
         return None if out is not None else (all_gather_outputs[0], ())
 
+    def stride(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the strides of the values, also at rest on a device, where there is one element."""
+        home = home_of(self)
+        assert isinstance(home, Gathered)
+        return Tensor.stride(home.layout, *args, **kwargs)
 
-class GatheredHome(Home):
-    """Home of this rank's part of a weight of FSDP2."""
+
+class Gathered(Home):
+    """Home of this rank's part of a weight of FSDP2; each kind has a slot ``_shard``."""
 
     is_gathered: ClassVar[bool] = True
-    __slots__ = ("_shard",)
+    __slots__ = ()
+    _shard: Any
 
     def __init__(
         self, shard: Any, name: str, parameter: Parameter, tier: Tier, place: Place
     ) -> None:
-        """Map a place, as :class:`Home` does.
+        """Take a place, as :class:`Home` does.
 
         Args:
             shard: What FSDP2 knows of the parameter, an ``FSDPParam``.
@@ -86,7 +95,7 @@ class GatheredHome(Home):
             cast(Any, parameter)._local_tensor = local
         settle(local, self)
         local.__class__ = GatheredValues
-        shard._sharded_param_data = torch.empty(0, dtype=local.dtype)
+        shard._sharded_param_data = torch.empty(0, dtype=local.dtype, device=local.device)
         shard.reset_sharded_param = self._keep
         shard._init_extensions()
 
@@ -125,9 +134,21 @@ class GatheredHome(Home):
         self._give_back()
 
     def _give_back(self) -> None:
-        shard = self._shard
+        shard, info = self._shard, self._shard._module_info
         del shard.reset_sharded_param
+        present = getattr(info.module, info.param_name)
+        if present is not getattr(shard, "_unsharded_param", None):
+            shard.reset_sharded_param()
+            return
+        shard._setattr_on_modules(shard.sharded_param)  # which FSDP2 looks for in the module
         shard.reset_sharded_param()
+        shard._setattr_on_modules(present)
+
+
+class GatheredHome(Gathered):
+    """Home of a part in host memory."""
+
+    __slots__ = ("_shard",)
 
 
 def _groups_in(model: Module) -> Iterator[Any]:
@@ -150,17 +171,23 @@ class GatheredWeights:
     """Weights of a model that FSDP2 spreads over ranks.
 
     Attributes:
+        kind: Class of their homes.
         makers: What makes the home of each parameter that holds this rank's part, by its ``id``.
         groups: By the same: number of the group that is sent together.
         padded: By the same: FSDP2's other tensor, of those without a home, until ``uses`` is asked.
     """
 
-    def __init__(self, model: Module) -> None:
+    def __init__(self, model: Module, kind: type[Gathered] | None = GatheredHome) -> None:
         """Find them, and let FSDP2 free what is whole in memory.
+
+        Args:
+            model: The model.
+            kind: Class of their homes; None: no home is made.
 
         Raises:
             ConfigError: FSDP2 does what homes cannot; nothing was changed.
         """
+        self.kind = kind
         self.makers: dict[int, HomeMaker] = {}
         self.groups: dict[int, int] = {}
         self.padded: dict[int, Tensor] = {}
@@ -177,7 +204,8 @@ class GatheredWeights:
                 names = (info.param_name, *info.shared_param_names)
                 for module, name in zip(modules, names, strict=True):
                     _managed.setdefault(module, {})[name] = weakref.ref(shard)
-                self.makers[id(shard.sharded_param)] = partial(GatheredHome, shard)
+                if kind is not None:
+                    self.makers[id(shard.sharded_param)] = partial(kind, shard)
                 self.groups[id(shard.sharded_param)] = number
                 if home_of(shard.sharded_param) is None:
                     self.padded[id(shard.sharded_param)] = shard._sharded_param_data

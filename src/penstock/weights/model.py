@@ -13,7 +13,7 @@ from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import format_bytes
 from penstock.homed import home_of, is_sharded, local_of, paused_holders, use_count
 from penstock.store.base import Place, Tier
-from penstock.weights.fsdp import GatheredWeights, is_whole
+from penstock.weights.fsdp import Gathered, GatheredHome, GatheredWeights, is_whole
 from penstock.weights.homes import Home, WeightFiles, is_dense
 from penstock.weights.importing import load_dispatched
 
@@ -28,6 +28,7 @@ def rest_weights(
     files: WeightFiles,
     floor_bytes: int,
     kind: type[Home] = Home,
+    gathered_kind: type[Gathered] | None = GatheredHome,
     is_able: Callable[[Parameter], bool] | None = None,
 ) -> list[Home]:
     """Let the large weights of a model rest in files, and return their homes.
@@ -43,6 +44,7 @@ def rest_weights(
         files: Where the homes are made.
         floor_bytes: Least size of a weight that rests.
         kind: Class of the homes.
+        gathered_kind: Class of the homes of what FSDP2 spreads over ranks; None: DTensors are an error.
         is_able: Returns whether a parameter can rest; None: those on the CPU, and others are an error.
 
     Raises:
@@ -52,7 +54,7 @@ def rest_weights(
     """
     load_dispatched(model, files, floor_bytes=floor_bytes)
     shared: list[tuple[str, Parameter]] = []
-    gathered = GatheredWeights(model)
+    gathered = GatheredWeights(model, gathered_kind)
     found = list(_large(model, floor_bytes, shared, is_able, gathered))
     check(list(_sizes(found, gathered)))
     homes = {name: home_of(parameter) for name, parameter in found}
@@ -134,10 +136,7 @@ def _large(
                     f" {parameter.device}"
                 )
             if is_able is not None and is_sharded(parameter):
-                raise ConfigError(
-                    f"weights='flash' is for models on the CPU if their parameters are spread over ranks,"
-                    f" as {name} is"
-                )
+                _check_gathered(name, parameter, gathered)
             local = local_of(parameter)
             storage = local.untyped_storage()
             is_own = shared[storage._cdata] == 1 and local.storage_offset() == 0
@@ -155,6 +154,20 @@ def _large(
                 others.append((name, parameter))
             elif storage.nbytes() == parameter.nbytes or is_sharded(parameter):
                 yield name, parameter
+
+
+def _check_gathered(name: str, parameter: Parameter, gathered: GatheredWeights) -> None:
+    """Raise ConfigError if a DTensor is not one that can rest for a device."""
+    if gathered.kind is None:
+        raise ConfigError(
+            f"parameter {name} is spread over ranks: shard the model on the device (fully_shard), and"
+            " leave out device= of the session"
+        )
+    if id(parameter) not in gathered.makers:
+        raise ConfigError(
+            "weights='flash' is on a device for parameters that FSDP2 (fully_shard) spreads over ranks,"
+            f" and {name} is a DTensor without it: wrap the model with fully_shard, or keep it on the CPU"
+        )
 
 
 def _own_parameters(model: Module) -> Iterator[tuple[str, Parameter]]:

@@ -126,6 +126,7 @@ class Relocation:
             check,
             files=self._files,
             floor_bytes=self._floor_bytes,
+            gathered_kind=None,
             is_able=lambda each: each.device.type == "cpu" and can_rest(each),
         )
         homes: list[Home] = []

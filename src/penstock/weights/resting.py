@@ -197,7 +197,7 @@ class Resting:
                 return standing
         if func in _LAYOUT and isinstance(args[0], Resting):
             home = _home_of(cast(Parameter, args[0]))
-            if home is not None and not home.is_mapped:
+            if home is not None and not (home.is_mapped or is_sharded(cast(Parameter, args[0]))):
                 return func(home.layout, *args[1:], **kwargs)
         if func in METADATA and (func != Tensor.type or len(args) == 1):
             with _no_function():
@@ -340,7 +340,8 @@ def run_touched(
         for each, home, version in begun:
             may_differ = changes or not over or each._version != version
             if not may_differ and aliases(result, each):
-                may_differ = home.is_mapped or func == _GET_DATA or not isinstance(result, Tensor)
+                may_differ = home.is_mapped or is_sharded(each) or func == _GET_DATA
+                may_differ = may_differ or not isinstance(result, Tensor)
             home.end_touch(changed=may_differ)
     return result
 
