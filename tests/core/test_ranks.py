@@ -1,11 +1,13 @@
 """The rank of a process, and the names of its files."""
 
 import pytest
+import torch
 
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, SizeError
 from penstock.core.ranks import local_rank, own_of, path_of_rank, rank
 from penstock.core.units import MIB, parse_bandwidth, parse_bytes
+from penstock.optim import FlashAdamW, StatesConfig
 
 
 @pytest.fixture
@@ -97,6 +99,15 @@ def test_each_rank_has_its_own_directories_of_a_configuration(second_of_four, mo
         OffloadConfig(**given, flash_by_rank=True)
     monkeypatch.delenv("RANK")
     assert OffloadConfig(**given, flash_by_rank=True).directories == given["flash"]
+
+
+def test_states_of_each_rank_are_in_its_own_directories(second_of_four, monkeypatch):
+    places = {"flash": ("/nvme0", "/nvme1", "/nvme2")}
+    assert StatesConfig(**places).directories == places["flash"]
+    assert StatesConfig(**places, flash_by_rank=True).directories == ("/nvme1",)
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(ConfigError, match="LOCAL_RANK is not in the environment"):
+        FlashAdamW([torch.ones(5)], flash_by_rank=True, **places)
 
 
 def test_a_size_per_node_is_divided_by_the_processes_there(second_of_four, monkeypatch):

@@ -12,7 +12,7 @@ from penstock.core import knobs
 from penstock.core.errors import ConfigError
 from penstock.core.files import given_path, given_paths, parse_toml, read_text
 from penstock.core.memory import MemoryRequest, parse_memory
-from penstock.core.ranks import local_processes, local_rank, own_of, rank
+from penstock.core.ranks import own_directories
 from penstock.core.units import format_bytes, parse_bytes
 
 UNLIMITED: int = 1 << 62
@@ -128,12 +128,7 @@ class OffloadConfig:
                 raise ConfigError(f"{name} must be more than 0 bytes")
         if len(set(named)) != len(named):
             raise ConfigError(f"flash names a directory twice: {list(named)}")
-        if self.flash_by_rank and rank() is not None and local_rank() is None:
-            raise ConfigError(
-                "flash_by_rank is set, but LOCAL_RANK is not in the environment: start the processes by"
-                " torchrun, or set it to the index of each process on its machine"
-            )
-        if self.flash_capacity is not None and not self.directories:
+        if not self.directories and self.flash_capacity is not None:
             raise ConfigError("flash_capacity is set, but no flash directory is named")
         self._check_codec()
         self._check_limits()
@@ -233,12 +228,7 @@ class OffloadConfig:
     def directories(self) -> tuple[str, ...]:
         """The directories of this process, as strings: ``flash``, or its own of these."""
         assert isinstance(self.flash, tuple)
-        own = (
-            own_of(self.flash, local_rank(), local_processes())
-            if self.flash_by_rank
-            else self.flash
-        )
-        return tuple(str(path) for path in own)
+        return own_directories(self.flash, by_rank=self.flash_by_rank)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, source: str = "configuration") -> Self:

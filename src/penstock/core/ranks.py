@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from typing import TypeVar
 
+from penstock.core.errors import ConfigError
+
 T = TypeVar("T")
 
 
@@ -60,6 +62,20 @@ def own_of(places: tuple[T, ...], local: int | None, processes: int) -> tuple[T,
         return places
     dealt = places[local::processes] if local < processes else ()
     return dealt or (places[local % len(places)],)
+
+
+def own_directories(places: tuple[T, ...], *, by_rank: bool) -> tuple[str, ...]:
+    """Return all directories as strings, or with ``by_rank`` those of this rank.
+
+    Raises ConfigError if the rank is not known on its machine.
+    """
+    if by_rank and rank() is not None and local_rank() is None:
+        raise ConfigError(
+            "flash_by_rank is set, but LOCAL_RANK is not in the environment: start the processes by"
+            " torchrun, or set it to the index of each process on its machine"
+        )
+    own = own_of(places, local_rank(), local_processes()) if by_rank else places
+    return tuple(str(each) for each in own)
 
 
 def path_of_rank(path: str | os.PathLike[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import given_paths
+from penstock.core.ranks import own_directories
 from penstock.core.units import parse_bytes
 from penstock.optim.formats import FORMATS, UNIT
 
@@ -25,6 +26,10 @@ class StatesConfig:
 
     flash: str | Path | tuple[str | Path, ...] = ()
     """Directories, best on different SSDs; each record is spread over all of them."""
+
+    flash_by_rank: bool = False
+    """True if the ranks on a machine divide the directories, as they do those of a session: each uses
+    its own, by ``LOCAL_RANK``."""
 
     host_memory: int | str = 0
     """Memory for tiles that stay, and for the ring that others pass through; the ring alone, of
@@ -90,7 +95,7 @@ class StatesConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, what=name))
-        if not self.flash:
+        if not self.directories:
             raise ConfigError("an optimizer on flash needs a directory: flash='/nvme/spill'")
         if self.format not in FORMATS:
             raise ConfigError(f"format {self.format!r} is none of {', '.join(FORMATS)}")
@@ -124,9 +129,9 @@ class StatesConfig:
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """``flash`` as strings."""
+        """The directories of this process, as strings: ``flash``, or its own of these."""
         assert isinstance(self.flash, tuple)
-        return tuple(str(path) for path in self.flash)
+        return own_directories(self.flash, by_rank=self.flash_by_rank)
 
     @property
     def gradient_bytes(self) -> int | None:
