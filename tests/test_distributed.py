@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import rank_programs
 from rank_runs import EVERYTHING, run_ranks
 
 PROGRAM = Path(__file__).with_name("parallel_program.py")
@@ -96,3 +97,47 @@ def test_ranks_train_to_the_bits_of_plain_ranks(disk_path, kind, world, flash):
             assert ("with FSDP2 (fully_shard) each reads its part" in rank["weights"]["note"]) == (
                 kind == "ddp"
             )
+
+
+UNEQUAL = """
+import penstock
+from contextlib import nullcontext
+from penstock.observe.recorder import Stage
+
+def train(session_of):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(each for _ in range(12) for each in (nn.Linear(64, 64), nn.GELU())))
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    with session_of(parallel) as session:
+        for step in range(4):  # codecs begin with the third
+            features = torch.randn(8192, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = parallel(features).square().mean()
+            loss.backward()
+            found += [loss.detach(), *(each.grad.clone() for each in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+    return session, [*found, *(each.detach() for each in model.parameters())]
+
+own = [
+    {"codec": "none", "device_memory": "6MiB", "policy": "all"},
+    {"codec": "exponent", "device_memory": "16MiB"},
+][rank]
+_, expected = train(lambda model: nullcontext())
+session, found = train(
+    lambda model: penstock.offload(model, flash=flash, flash_capacity="256MiB", **own)
+)
+assert_same(found, expected)
+totals = session.recorder.snapshot()
+encoded = sum(count for name, count in totals.counters.items() if "encoded.source_bytes" in name)
+assert bool(encoded) == bool(rank), totals.counters
+told = on_all((totals.flow(Stage.WRITE, "flash").nbytes, session.budget.peak_bytes))
+assert all(written > 8 << 20 for written, _ in told), told
+assert told[0][1] <= 6 << 20 < told[1][1] <= 16 << 20, told
+"""
+
+
+def test_ranks_with_other_limits_and_codecs_train_to_the_bits_of_plain_ranks(disk_path):
+    rank_programs.run(disk_path, UNEQUAL)

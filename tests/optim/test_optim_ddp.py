@@ -102,8 +102,34 @@ for views in kinds:
 """
 
 
+AT_HOME = """
+results = []
+for rests in (False, True):
+    parallel = nn.parallel.DistributedDataParallel(wide(), bucket_cap_mb=0.01)
+    if rests:
+        optimizer = overlapped(parallel)
+        optimizer.update_after(parallel)
+    else:
+        optimizer = fused(parallel)
+    with session_of(parallel, "72KiB") if rests else nullcontext() as session:
+        for step in range(3):
+            random = torch.Generator().manual_seed(10 * step + rank)
+            parallel(torch.randn(6, 64, generator=random)).square().mean().backward()
+            assert not rests or optimizer._penstock.overlap.is_under_way
+            optimizer.step()
+            optimizer.zero_grad()
+        if rests:
+            weights = session._weights
+            assert weights.total_bytes > 80 * 1024 and weights.account.peak_bytes <= 72 * 1024
+    results.append(values_of(parallel))
+    getattr(optimizer, "close", lambda: None)()
+assert_same(*results)
+assert all(torch.equal(each, on_all(each)[0]) for each in results[1])
+"""
+
+
 def test_updates_in_backward_use_averaged_gradients(disk_path):
-    rank_programs.run(disk_path, IN_BACKWARD)
+    rank_programs.run(disk_path, IN_BACKWARD + rank_programs.WEIGHTS + AT_HOME)
 
 
 REFUSED = """

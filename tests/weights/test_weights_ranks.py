@@ -120,6 +120,57 @@ def test_a_model_goes_on_before_a_session_and_after_it_and_loads_states_and_chec
     )
 
 
+SCHEDULES = """
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+
+def loss_of(found, wanted):
+    return nn.functional.mse_loss(found, wanted)
+
+def scheduled(name, blocks):
+    if name == "GPipe":
+        parts = [nn.Sequential(*blocks[2 * rank : 2 * rank + 2])]
+        stage = PipelineStage(parts[0], rank, world, device)
+        return parts, ScheduleGPipe(stage, 4, loss_fn=loss_of)
+    numbers = rank, rank + world
+    parts = [blocks[number] for number in numbers]
+    stages = [PipelineStage(*each, 2 * world, device) for each in zip(parts, numbers)]
+    return parts, ScheduleInterleaved1F1B(stages, 4, loss_fn=loss_of)
+
+for name in ("GPipe", "Interleaved1F1B"):
+    results = []
+    for rests in (False, True):
+        torch.manual_seed(0)
+        layers = [(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(4)]
+        parts, schedule = scheduled(name, [nn.Sequential(*each) for each in layers])
+        model = nn.ModuleList(parts)
+        optimizer = adamw(model)
+        found = []
+        with session_of(model, "72KiB") if rests else nullcontext() as session:
+            for step in range(3):
+                features, wanted = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(step))
+                losses = [torch.zeros(())]
+                inputs = (features,) if rank == 0 else ()
+                targets = {"target": wanted, "losses": losses} if rank == world - 1 else {}
+                schedule.step(*inputs, **targets)
+                found += [each.detach().clone() for each in losses]
+                found += [each.grad.clone() for each in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+            if rests:
+                weights = session._weights
+                assert not weights.forced and weights.account.peak_bytes <= 72 * 1024
+                assert weights.total_bytes == 128 * 1024
+        results.append([*found, *values_of(model)])
+        optimizer.close()
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other), name
+"""
+
+
+def test_pipelines_of_other_schedules_train_to_the_same_bits(disk_path):
+    rank_programs.run(disk_path, rank_programs.WEIGHTS + SCHEDULES)
+
+
 # -- on one rank --------------------------------------------------------------------------------------
 
 
