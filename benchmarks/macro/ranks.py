@@ -20,7 +20,13 @@ many bytes as the rank with Penstock has just moved, by system calls spread over
 those of one process that writes and reads through the engine, and of all ranks that do so at once, in
 turns; their sum and the slowest are compared.
 
+With ``--planned`` steps with ``weights`` under ``ddp`` and ``fsdp2`` are compared with those of
+``penstock plan --ranks``: for the machine as ``penstock bench machine`` measures it just before, with the
+rate at which the ranks exchange 64 MiB, and with the same limit of weights. The plan is that of one rank,
+and knows nothing of what an exchange through gloo takes of the cores.
+
     python benchmarks/macro/ranks.py --dir /nvme/scratch --ranks 2
+    python benchmarks/macro/ranks.py --dir /nvme/scratch --what weights --planned --name ranks_step
 """
 
 import argparse
@@ -39,6 +45,7 @@ import _weights_model
 import _weights_steps
 import torch
 import torch.distributed as dist
+from _planned_step import beside, figures_of, request_of
 from _ranks_parallel import KINDS, groups_of, local_of
 from _raw_file import LENGTH, Mover, RawFile
 
@@ -55,6 +62,10 @@ SHARE = 10
 MOVED = 2 * GIB
 """Bytes that each process writes, and reads, in a turn of ``rates``."""
 SIDES = ("plain", "penstock", "beside_transfers")
+PLANNED = ("ddp", "fsdp2")
+"""Ways for which there are plans."""
+EXCHANGED = 1 << 24
+"""Float32 numbers in an exchange: 64 MiB."""
 
 
 def main():
@@ -64,12 +75,53 @@ def main():
         return
     _results.warn_if_busy()
     figures = {"rates": rates(args)}
+    with tempfile.TemporaryDirectory() as folder:
+        machine = Path(folder, "machine.toml") if args.planned else None
+        if machine is not None:
+            measure(machine, args.dir)
+        compare(args, figures, machine)
+    print(json.dumps(figures, indent=2))
+
+
+def measure(machine, directory):
+    """Write a machine file."""
+    words = ["bench", "machine", "--flash", directory, "--output", machine]
+    subprocess.run([sys.executable, "-m", "penstock", *words], check=True, stdout=sys.stderr)
+
+
+def compare(args, figures, machine):
+    """Go through all cases; with a machine file, compare steps with those of the plan."""
     record(figures, args)
     for parallel in args.parallel:
         for what in args.what:
-            figures[f"{parallel}, {what}"] = compared(args, parallel, what)
+            found = figures[f"{parallel}, {what}"] = compared(args, parallel, what)
+            if machine is not None and what == "weights" and parallel in PLANNED:
+                found["plan"] = planned(args, parallel, machine, found)
             record(figures, args)
-    print(json.dumps(figures, indent=2))
+
+
+def planned(args, parallel, machine, found):
+    """What ``penstock plan --ranks`` foretells of a step of one rank, and what was measured of it."""
+    rate = exchange_rate(args, parallel)
+    words = (
+        f"--device cpu --machine {machine} --weights flash --batch 1 --optimizer adam --policy keep"
+    )
+    words += f" --ranks {args.ranks} --parallel {parallel} --peer-rate {rate:.0f}B/s"
+    words += f" --weights-memory {found['memory_bytes']}"
+    step = request_of((args.shape, "float32", "full", args.tokens), words).plan()
+    said = {**figures_of(step), "exchanged_bytes_per_s": rate, "machine": machine.read_text()}
+    return beside(said, {key: found[key] for key in ("step_s", "read_bytes", "written_bytes")})
+
+
+def exchange_rate(args, parallel):
+    """Bytes per second that each rank receives, as the plan counts them."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"do": "exchange", "parallel": parallel, "meet": f"file://{folder}/meet"}
+        ranks = Ranks(args.ranks, job)
+        turns = [ranks.go() for _ in range(1 + args.steps)]
+        ranks.close()
+    nbytes = 2 * 4 * EXCHANGED * (args.ranks - 1) / args.ranks
+    return nbytes / statistics.median(map(slowest, turns[1:]))
 
 
 def record(figures, args):
@@ -87,6 +139,7 @@ def parse():
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--parallel", nargs="*", default=["ddp", "fsdp2"], choices=KINDS)
     parser.add_argument("--what", nargs="*", default=["activations", "states"], choices=CASES)
+    parser.add_argument("--planned", action="store_true", help="compare with penstock plan --ranks")
     parser.add_argument("--name", default="ranks", help="of the result file")
     parser.add_argument("--into", default=_results.RESULTS, help="folder for the result file")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -241,6 +294,9 @@ def child(job):
         return
     world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=job["meet"], rank=job["rank"], world_size=world)
+    if job["do"] == "exchange":
+        serve_exchanges(job["parallel"], world)
+        return
     torch.manual_seed(0)
     together = KINDS[job["parallel"]](
         _weights_model.Decoder(_weights_model.SHAPES[job["shape"]], torch.float32)
@@ -318,6 +374,22 @@ class Step:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return losses
+
+
+def serve_exchanges(parallel, world):
+    """Exchange as a step does, whenever a line comes: gradients, or weights and gradients."""
+    whole = torch.ones(EXCHANGED)
+    part = torch.ones(EXCHANGED // world)
+    _weights_steps.write({})
+    for _ in sys.stdin:
+        begun = time.perf_counter()
+        if parallel == "ddp":
+            dist.all_reduce(whole)
+        else:
+            dist.all_gather_into_tensor(whole, part)
+            dist.reduce_scatter_tensor(part, whole)
+        _weights_steps.write({"step_s": time.perf_counter() - begun})
+    dist.destroy_process_group()
 
 
 def serve_rates(directory):

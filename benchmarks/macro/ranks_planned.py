@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from _planned_step import request_of
+
 import _results
-from penstock.cli import plan, plan_step
+from penstock.cli import plan_step
 from penstock.core.units import format_bytes, format_duration
 from penstock.plan.training_step import StepPlan
 
@@ -78,16 +79,8 @@ def rows(
 
 def requested(shape: str, ranks: int, parallel: str) -> plan_step.StepRequest:
     """The request of the command."""
-    with tempfile.TemporaryDirectory() as folder:
-        network = Path(folder, "network.py")
-        call = (shape, "bfloat16", "full", TOKENS)
-        network.write_text(
-            "import _weights_model\n\n\ndef build(batch):\n"
-            f"    return _weights_model.planned(*{call!r})\n"
-        )
-        words = f"{network}:build {COMMON} --ranks {ranks} --nodes {max(1, ranks // PER_NODE)}"
-        words += f" --parallel {parallel}"
-        return plan_step.check_step(plan.parser().parse_args(words.split()))
+    words = f"{COMMON} --ranks {ranks} --nodes {max(1, ranks // PER_NODE)} --parallel {parallel}"
+    return request_of((shape, "bfloat16", "full", TOKENS), words)
 
 
 def figures(request: plan_step.StepRequest, found: StepPlan) -> tuple[str, ...]:

@@ -57,12 +57,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _weights_model
 import _weights_steps
 import torch
+from _planned_step import beside, figures_of, request_of
 from _raw_file import LENGTH, Mover, RawFile
 
 import _peers
 import _results
 import penstock
-from penstock.cli import plan, plan_step
+from penstock.cli import plan_step
 from penstock.core.errors import BudgetError
 from penstock.core.units import MIB, parse_bandwidth, parse_bytes, round_up
 from penstock.io.mapping import PAGE_BYTES
@@ -405,16 +406,6 @@ def largest_difference(some, others):
     )
 
 
-def beside(said, flash):
-    """What was said, and what was measured as a ratio to it."""
-    ratios = {
-        f"measured_of_{key}": flash[key] / value
-        for key, value in said.items()
-        if flash.get(key) is not None and value
-    }
-    return {**said, **ratios}
-
-
 def expected(args):
     """Bytes of weights, and those that a step reads and writes if no weight stays in memory.
 
@@ -442,28 +433,14 @@ def planned(args):
     inference = args.mode in ("prefill", "decode")
     tokens = 1 if args.mode == "decode" else args.tokens
     call = (args.shape, args.dtype, args.mode, tokens)
-    with tempfile.TemporaryDirectory() as folder:
-        network = Path(folder, "network.py")
-        network.write_text(
-            "import _weights_model\n\n\ndef build(batch):\n"
-            f"    return _weights_model.planned(*{call!r})\n"
-        )
-        words = f"{network}:build --weights flash --batch 1 --optimizer adam --format {args.format}"
-        words += f" --machine {args.machine} --weights-memory {args.weights_memory}"
-        words += " --forward-only" if inference else f" --saved-memory {args.saved_memory}"
-        request = plan_step.check_step(plan.parser().parse_args(words.split()))
-        try:
-            step = request.plan()
-        except BudgetError as error:
-            print(f"there is no plan to compare with: {error}")
-            return None
-    return {
-        "memory_bytes": step.memory.total,
-        "step_s": step.replayed.step_ns / 1e9,
-        "read_bytes": step.read_bytes,
-        "written_bytes": step.written_bytes,
-        "binds": step.bounds.binds,
-    }
+    words = f"--weights flash --batch 1 --optimizer adam --format {args.format}"
+    words += f" --machine {args.machine} --weights-memory {args.weights_memory}"
+    words += " --forward-only" if inference else f" --saved-memory {args.saved_memory}"
+    try:
+        return figures_of(request_of(call, words).plan())
+    except BudgetError as error:
+        print(f"there is no plan to compare with: {error}")
+        return None
 
 
 # -- one side ----------------------------------------------------------------------------------------
