@@ -47,6 +47,7 @@ from penstock.store.arena import Arena
 from penstock.store.blob import StrPath
 from penstock.store.checksums import RunningSum
 from penstock.weights.draws import Draw, drawn
+from penstock.weights.failures import AGAIN, named_reads
 from penstock.weights.homes import (
     Home,
     WeightFiles,
@@ -57,7 +58,6 @@ from penstock.weights.homes import (
 )
 from penstock.weights.noticed import Noticed
 from penstock.weights.pieces import PieceWriter
-from penstock.weights.read_failures import AGAIN, named_reads
 
 YOUNG_BYTES: Final = 128 * MIB
 """Weights that stay in memory for their initialisers, but for a longer one."""

@@ -43,7 +43,7 @@ from penstock.store.checksums import Sum, sum_of
 from penstock.store.engine import shared_engine
 from penstock.store.pool import Block
 from penstock.store.window import TransferWindow
-from penstock.weights.read_failures import AGAIN, unread
+from penstock.weights.failures import AGAIN, unread
 from penstock.weights.resting import KINDS, Kinds
 
 SLAB_BYTES = 1 << 30

@@ -25,10 +25,10 @@ from penstock.weights.dispatched import (
     remove_hooks,
     tie_again,
 )
+from penstock.weights.failures import SOURCE_ADVICE, named_reads
 from penstock.weights.homes import Home, WeightFiles, flat_bytes
 from penstock.weights.inplace import LEAST_BYTES, SourceFile, SourceHome
 from penstock.weights.pieces import PieceReader, PieceWriter
-from penstock.weights.read_failures import SOURCE_ADVICE, named_reads
 from penstock.weights.safetensors import StoredTensor, WeightFile, open_source
 
 CODES: Final[Mapping[torch.dtype, str]] = {
