@@ -421,7 +421,9 @@ def test_a_weight_that_cannot_be_written_stays_in_device_memory_and_is_written_l
             engine.fault = failing_writes(0)
             return seen + trained(model, sgd[1], steps=1, first=2)  # which tells of a late one
 
-        with pytest.warns(PenstockWarning, match="could not be written home"):
+        with pytest.warns(
+            PenstockWarning, match=r"written home, .*: weight \S+ cannot be written to .* at offset"
+        ):
             found += refused()
         written = engine.written_bytes
         found += trained(model, sgd[1], steps=3, first=3)

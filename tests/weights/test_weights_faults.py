@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import penstock
+from penstock import PenstockWarning, weights
 from penstock.core.errors import (
     BudgetError,
     ChecksumError,
@@ -16,6 +18,7 @@ from penstock.core.errors import (
     TransferError,
 )
 from weights_rig import (
+    FLOOR,
     WEIGHT_BYTES,
     Chain,
     assert_same,
@@ -58,8 +61,8 @@ def place_of(session, message):
     return name, homes_of(session)[name].place.offset_bytes
 
 
-def nameless(directory):
-    return f"from a file without a name in {str(directory)!r}"
+def nameless(where, directory):
+    return f"{where} a file without a name in {str(directory)!r}"
 
 
 def test_a_read_that_fails_names_the_weight_the_file_the_offset_and_what_to_do(disk_path):
@@ -72,7 +75,7 @@ def test_a_read_that_fails_names_the_weight_the_file_the_offset_and_what_to_do(d
                 model.layers[1](inputs(1)[0])
             name, offset = place_of(session, str(caught.value))
             assert (name, offset) == ("layers.1.weight", WEIGHT_BYTES)
-            assert nameless(disk_path) in str(caught.value)
+            assert nameless("from", disk_path) in str(caught.value)
             assert f"read of {WEIGHT_BYTES} bytes at offset {offset} of" in str(caught.value)
             assert str(caught.value).endswith("stop using it, and load the weights again")
             assert (caught.value.errno, caught.value.offset_bytes) == (errno.EIO, offset)
@@ -89,7 +92,7 @@ def test_a_file_that_was_cut_short_is_said_with_the_weight_and_the_offset(disk_p
             with pytest.raises(ShortTransferError, match="truncated") as caught, torch.no_grad():
                 model.layers[2](inputs(1)[0])
             assert place_of(session, str(caught.value)) == ("layers.2.weight", 2 * WEIGHT_BYTES)
-            assert nameless(disk_path) in str(caught.value)
+            assert nameless("from", disk_path) in str(caught.value)
             assert f"at offset {2 * WEIGHT_BYTES} of" in str(caught.value)
             os.ftruncate(file.fd, 6 * WEIGHT_BYTES)
 
@@ -211,19 +214,75 @@ def test_a_weight_whose_address_is_known_may_change_there(disk_path):
             assert layer.weight[0, 0] == 7.0
 
 
-@pytest.mark.filterwarnings("ignore:weights could not be written home")
-def test_weights_that_cannot_be_written_are_in_memory_after_the_session(disk_path):
+def test_weights_that_cannot_be_written_are_named_and_in_memory_after_the_session(disk_path):
     plain = built(Chain)
     expected = trained(plain, sgd(plain), inputs(3))
     with scripted() as engine:
         model = built(Chain)
         context = on_flash(model, disk_path, limit=LIMIT)
-        context.__enter__()
+        session = context.__enter__()
         engine.fault = failing("write", 1000)
-        assert_same(trained(model, sgd(model), inputs(3)), expected)
-        with pytest.raises(TransferError, match="write"):
+        with pytest.warns(PenstockWarning, match="could not be written home") as warned:
+            assert_same(trained(model, sgd(model), inputs(3)), expected)
+        message = str(warned[0].message)
+        _, offset = place_of(session, message)
+        assert nameless("to", disk_path) in message
+        assert f"write of {WEIGHT_BYTES} bytes at offset {offset} of" in message
+        assert message.endswith("save the model and use another directory")
+        offsets = {name: home.place.offset_bytes for name, home in homes_of(session).items()}
+        with pytest.raises(TransferError) as caught:
             context.__exit__(None, None, None)
+        [name] = [each for each in offsets if f"weight {each} " in str(caught.value)]
+        assert caught.value.offset_bytes == offsets[name]
+        assert "It is an ordinary parameter in memory now" in str(caught.value)
         assert_same(state_of(model), state_of(plain))
+
+
+def rest_in_session(model, directory, engine):
+    fault = failing("write", 1)
+    engine.fault = lambda request: fault(request) if request.nbytes == WEIGHT_BYTES else None
+    with on_flash(model, directory, limit=LIMIT):
+        pass
+
+
+def build(model, directory, engine):
+    engine.fault = failing("write", 1)
+    with penstock.built_on_flash(directory, floor=FLOOR):
+        _made = Chain()
+
+
+def load(model, directory, engine):
+    weights.save(model, directory / "saved")
+    engine.fault = failing("write", 1)
+    with torch.device("meta"):
+        model = Chain()
+    weights.load(model, directory / "saved", directory=directory, floor=FLOOR)
+
+
+def save(model, directory, engine):
+    engine.fault = failing("write", 1)
+    weights.save(model, directory / "saved")
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "advice"),
+    [
+        (rest_in_session, "layers.0.weight", "name another directory"),
+        (build, "Linear.weight", "build the model again"),
+        (load, "layers.0.weight", "load the weights again"),
+        (save, "layers.0.weight and 5 more", "save to another directory"),
+    ],
+)
+def test_each_write_that_fails_names_the_weight(disk_path, write, name, advice):
+    with scripted() as engine:
+        model = built(Chain)
+        with pytest.raises(TransferError, match="bytes at offset 0 of") as caught:
+            write(model, disk_path, engine)
+        assert str(caught.value).startswith(f"weight {name} cannot be written to ")
+        assert advice in str(caught.value)
+        assert (caught.value.op, caught.value.errno) == ("write", errno.EIO)
+        engine.fault = lambda request: None
+        assert_same(state_of(model), state_of(built(Chain)))
 
 
 def test_a_limit_that_is_too_small_names_the_least(disk_path):

@@ -65,6 +65,9 @@ _NAMED: Final = 3
 """Weights that a warning names."""
 
 
+_ADVICE: Final = "Free some space, or name another directory, and build the model again"
+
+
 class _Young:
     """A young weight; its home is None if it has had none yet."""
 
@@ -107,7 +110,7 @@ class ModelBuilder:
         """Check the directories; make no file yet. Raises ConfigError."""
         self._files = WeightFiles(directories)
         self._floor_bytes = floor_bytes
-        self._writer = PieceWriter(owner=WEIGHTS)
+        self._writer = PieceWriter(owner=WEIGHTS, advice=_ADVICE)
         self._young: dict[int, _Young] = {}
         self._young_bytes = 0
         self._homes: list[weakref.ref[Home]] = []
@@ -206,7 +209,7 @@ class ModelBuilder:
             target[:] = flat[done : done + target.nbytes]
             done += target.nbytes
 
-        self._writer.write(home.place.ranges(home.nbytes), fill, running)
+        self._writer.write(home.place.ranges(home.nbytes), fill, running, name=home.name)
         home.filled(running.result())
         home.rest()
         return home

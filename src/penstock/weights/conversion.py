@@ -13,9 +13,9 @@ from penstock.core.errors import ConfigError
 from penstock.core.units import MIB, parse_bytes
 from penstock.io.files import open_path
 from penstock.observe.clients import WEIGHTS
-from penstock.weights.failures import SOURCE_ADVICE, named_fill, named_reads
+from penstock.weights.failures import SOURCE_ADVICE, named_reads
 from penstock.weights.importing import CODES
-from penstock.weights.pieces import PieceReader, reader_arena
+from penstock.weights.pieces import PieceReader, named_fill, reader_arena
 from penstock.weights.safetensors import ITEM_BYTES, StoredTensor, open_source
 from penstock.weights.sharded import NewTensor, Parts, from_memory, write_folder
 

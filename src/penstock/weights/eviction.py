@@ -12,6 +12,7 @@ from typing import Final
 from penstock.core.errors import PenstockError
 from penstock.core.locks import defer
 from penstock.io.engine import Transfer
+from penstock.weights.failures import LEFT, WRITTEN_AGAIN, named_failure
 from penstock.weights.homes import version_of
 from penstock.weights.stays import Stay, WeightTable
 
@@ -145,8 +146,7 @@ class WeightEviction:
         try:
             stay.writing = self._table.memory.write(stay.home, storage)
         except PenstockError as error:  # as if the write had failed later
-            stay.dirty = True
-            self.failure = error.with_traceback(None)
+            self._note_failure(stay, error)
             return
         self._table.resting_moved(stay, resting)
         stay.writing.add_done_callback(lambda transfer: defer(self._written, stay, transfer))
@@ -156,9 +156,14 @@ class WeightEviction:
         with self._table.wake:
             stay.writing = None
             if transfer.error is not None:
-                stay.dirty = True
-                self.failure = transfer.error
+                self._note_failure(stay, transfer.error)
         self.moved()
+
+    def _note_failure(self, stay: Stay, error: BaseException) -> None:
+        """Note that a weight could not be written, so that its memory is newer. Under the lock."""
+        stay.dirty = True
+        advice = WRITTEN_AGAIN if self.gives_way else LEFT
+        self.failure = named_failure(error, stay.home.name, advice, "write")
 
     def wait_for_write(self, stay: Stay) -> None:
         """Wait until no write of a weight is in flight."""

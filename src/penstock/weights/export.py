@@ -17,10 +17,10 @@ from penstock.homed import HostValues, home_of
 from penstock.observe.clients import WEIGHTS
 from penstock.store.arena import Arena
 from penstock.store.checksums import RunningSum
-from penstock.weights.failures import AGAIN, named_fill
+from penstock.weights.failures import AGAIN
 from penstock.weights.homes import Home, flat_bytes
 from penstock.weights.importing import CODES, state_of
-from penstock.weights.pieces import PieceReader, reader_arena
+from penstock.weights.pieces import PieceReader, named_fill, reader_arena
 from penstock.weights.sharded import NewTensor, Parts, from_memory, write_folder
 
 

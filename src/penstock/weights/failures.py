@@ -1,53 +1,54 @@
-"""Errors of reads that name the weight, the file, the offset, and what to do."""
+"""Errors of reads and writes that name the weight, the file, the offset, and what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final, Literal
 
 from penstock.core.errors import TransferError, file_label, retold
-from penstock.weights.pieces import Fill
 
 AGAIN: Final = "Its next use reads it again; if that fails too, the device is faulty: stop using it"
 """Advice for a weight that rests, before the remedy of its tier."""
 SOURCE_ADVICE: Final = "Try again; if that fails too, take a copy of the file on another device"
 """Advice for a file that is loaded, or converted."""
+WRITTEN_AGAIN: Final = (
+    "The next step writes it again; if that fails too, free some space, or save the model and use"
+    " another directory"
+)
+"""Advice for a weight that stays in memory because it could not be written home."""
+LEFT: Final = "It is an ordinary parameter in memory now: save the model, and use another directory"
+"""The same when the session is closed."""
+_FAILED: Final = {"read": "read from", "write": "written to"}
+_OPS: Final = {"read": ("read",), "write": ("write", "allocate", "open")}
+"""Operations of which a read and a write consist."""
 
 
-def unread(error: BaseException, name: str, advice: str) -> BaseException:
-    """Return the error that a weight cannot be read, of the type of the engine's; others as they are.
+def named_failure(
+    error: BaseException, name: str, advice: str, op: Literal["read", "write"]
+) -> BaseException:
+    """Return the error that a weight cannot be read or written, of the type of the engine's.
+
+    Other errors than those of ``op`` are returned as they are.
 
     Args:
         error: Error of the transfer.
         name: Name of the weight.
         advice: What to do.
+        op: What failed.
     """
-    if not isinstance(error, TransferError) or error.op != "read":
+    if not isinstance(error, TransferError) or error.op not in _OPS[op]:
         return error.with_traceback(None)
-    text = f"weight {name} cannot be read from {file_label(error.path)}: {error}. {advice}"
-    return retold(error, text)
+    where = file_label(error.path)
+    return retold(error, f"weight {name} cannot be {_FAILED[op]} {where}: {error}. {advice}")
 
 
 @contextmanager
 def named_reads(name: str, advice: str) -> Iterator[None]:
-    """Name the weight in the error of a read that fails in the block; see ``unread``."""
+    """Name the weight in the error of a read that fails in the block; see ``named_failure``."""
     try:
         yield
     except TransferError as error:
         if error.op != "read":
             raise
-        raise unread(error, name, advice) from error.__cause__
-
-
-def named_fill(fill: Fill, name: str, advice: str) -> Fill:
-    """Return a function that fills memory as ``fill`` does, with the errors of ``named_reads``."""
-
-    def filled(target: NDArray[np.uint8]) -> None:
-        with named_reads(name, advice):
-            fill(target)
-
-    return filled
+        raise named_failure(error, name, advice, "read") from error.__cause__

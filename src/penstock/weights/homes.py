@@ -43,7 +43,7 @@ from penstock.store.checksums import Sum, sum_of
 from penstock.store.engine import shared_engine
 from penstock.store.pool import Block
 from penstock.store.window import TransferWindow
-from penstock.weights.failures import AGAIN, unread
+from penstock.weights.failures import AGAIN, named_failure
 from penstock.weights.resting import KINDS, Kinds
 
 SLAB_BYTES = 1 << 30
@@ -236,7 +236,7 @@ class Home:
 
     def read_failure(self, error: BaseException) -> BaseException:
         """Return the error of a read of the place, with the weight, the file and what to do."""
-        return unread(error, self.name, AGAIN + self.tier.spec.remedy)
+        return named_failure(error, self.name, AGAIN + self.tier.spec.remedy, "read")
 
     def forget(self) -> None:
         """Note that the values at rest may have been changed through the mapping."""
@@ -577,6 +577,7 @@ class WeightFiles:
         arena = Arena(2 * most, owner=WEIGHTS)
         window: TransferWindow[tuple[Home, Block]] = TransferWindow(
             complete=lambda item: item[0].rest(),
+            fail=_not_moved_in,
             release=lambda item: item[1].free(),
             limit_bytes=most,
         )
@@ -602,6 +603,12 @@ class WeightFiles:
         finally:
             arena.close()
         return homes
+
+
+def _not_moved_in(item: tuple[Home, Block], error: Exception) -> None:
+    """Raise the error that a weight could not be written to its new home."""
+    advice = "It and those after it are in memory still: free some space, or name another directory"
+    raise named_failure(error, item[0].name, advice, "write")
 
 
 def _copy_out(parameter: Tensor, target: NDArray[np.uint8]) -> None:

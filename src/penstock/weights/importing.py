@@ -45,6 +45,7 @@ CODES: Final[Mapping[torch.dtype, str]] = {
 """Codes in safetensors of torch's types."""
 _NAMED: Final = 5
 """Names in an error."""
+_ADVICE: Final = "Free some space, or name another directory, and load the weights again"
 _OWN_USES: Final = use_count(torch.empty(0).untyped_storage()) + 1
 """Use count of memory to which one tensor refers, that lives."""
 Slot: TypeAlias = tuple[Module, str]
@@ -140,7 +141,7 @@ def _load(
     if in_place:
         loading.leave_in_place(files, chosen, targets)
     loading.check(targets)
-    with PieceWriter(owner=WEIGHTS) as writer:
+    with PieceWriter(owner=WEIGHTS, advice=_ADVICE) as writer:
         for file in files:
             wanted = [tensor for tensor in file.tensors if tensor.name in chosen]
             wanted = loading.rest_in(file, wanted, targets)
@@ -369,7 +370,7 @@ def _fill(target: Tensor, reader: PieceReader, writer: PieceWriter) -> None:
     home = home_of(target)
     if isinstance(home, Home) and home.is_direct:
         running = RunningSum(knobs.verify(), home.nbytes)
-        writer.write(home.place.ranges(home.nbytes), reader.fill, running)
+        writer.write(home.place.ranges(home.nbytes), reader.fill, running, name=home.name)
         home.filled(running.result())
     elif home is None and target.device.type == "cpu" and target.is_contiguous():
         reader.fill(flat_bytes(target))

@@ -26,12 +26,30 @@ from penstock.store.checksums import RunningSum
 from penstock.store.engine import shared_engine
 from penstock.store.pool import Block
 from penstock.store.window import TransferWindow
+from penstock.weights.failures import named_failure, named_reads
 
 PIECE_BYTES: Final = 32 * MIB
 _WRITTEN_PIECES: Final = 4
 _READ_PIECES: Final = 3
 Fill = Callable[[NDArray[np.uint8]], None]
 """Fills memory with the bytes that come next."""
+
+
+def named_fill(fill: Fill, name: str, advice: str) -> Fill:
+    """Return a function that fills memory as ``fill`` does, with the errors of ``named_reads``."""
+
+    def filled(target: NDArray[np.uint8]) -> None:
+        with named_reads(name, advice):
+            fill(target)
+
+    return filled
+
+
+class _Written(NamedTuple):
+    """A piece that is being written, and the name of the weight that it is of."""
+
+    block: Block
+    name: str
 
 
 class PieceWriter:
@@ -41,17 +59,21 @@ class PieceWriter:
     manager it finishes, or cancels what has not begun if the block raises.
     """
 
-    def __init__(self, *, owner: str) -> None:
+    def __init__(self, *, owner: str, advice: str = "") -> None:
         """Take no memory yet.
 
         Args:
             owner: Owner of the memory in the account.
+            advice: What to do if a named weight cannot be written.
         """
         self._arena = Arena(_WRITTEN_PIECES * PIECE_BYTES, owner=owner)
-        self._window: TransferWindow[Block] = TransferWindow(
-            release=Block.free, limit_bytes=(_WRITTEN_PIECES - 1) * PIECE_BYTES, fail=self._failed
+        self._advice = advice
+        self._window: TransferWindow[_Written] = TransferWindow(
+            release=lambda piece: piece.block.free(),
+            limit_bytes=(_WRITTEN_PIECES - 1) * PIECE_BYTES,
+            fail=self._failed,
         )
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def __enter__(self) -> PieceWriter:
         return self
@@ -73,6 +95,8 @@ class PieceWriter:
         ranges: Iterable[tuple[DirectFile, int, int]],
         fill: Fill,
         running: RunningSum | None = None,
+        *,
+        name: str = "",
     ) -> None:
         """Write what ``fill`` brings to ranges of files.
 
@@ -83,6 +107,7 @@ class PieceWriter:
             ranges: File, offset and length of each; offsets are multiples of 4 KiB.
             fill: Called for one piece after the other, in the order of the ranges.
             running: Gets the bytes too.
+            name: Name of the weight that is written, for errors; none if it is not one alone.
 
         Raises:
             TransferError: A piece could not be written.
@@ -90,11 +115,16 @@ class PieceWriter:
         for file, offset, nbytes in ranges:
             for start in range(0, nbytes, PIECE_BYTES):
                 length = min(PIECE_BYTES, nbytes - start)
-                self._write_piece(file, offset + start, length, fill, running)
+                self._write_piece((file, offset + start, length), fill, running, name)
 
     def _write_piece(
-        self, file: DirectFile, offset: int, nbytes: int, fill: Fill, running: RunningSum | None
+        self,
+        piece: tuple[DirectFile, int, int],
+        fill: Fill,
+        running: RunningSum | None,
+        name: str,
     ) -> None:
+        file, offset, nbytes = piece
         moved = round_up(nbytes, MAX_GRANULE_BYTES)
         self._window.make_room(moved)
         block = self._window.take(lambda: self._arena.allocate(moved, force=True))
@@ -118,7 +148,7 @@ class PieceWriter:
             keep_alive=block,
             priority=Priority.PREFETCH,
         )
-        self._window.begin(block, lambda _: _begun(request), moved)
+        self._window.begin(_Written(block, name), lambda _: _begun(request), moved)
 
     def finish(self) -> None:
         """Wait until everything is written. Raises TransferError if something could not be."""
@@ -130,9 +160,10 @@ class PieceWriter:
         self._window.cancel()
         self._arena.close()
 
-    def _failed(self, _: Block, error: Exception) -> None:
+    def _failed(self, piece: _Written, error: Exception) -> None:
         if self._failure is None:
-            self._failure = error
+            name = piece.name
+            self._failure = named_failure(error, name, self._advice, "write") if name else error
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -12,12 +12,13 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.errors import ChecksumError, ConfigError, transfer_error
+from penstock.core.errors import ChecksumError, ConfigError, TransferError, transfer_error
 from penstock.core.fs import check_directory, check_space, sync_directory, write_durably
 from penstock.core.units import MIB, round_up
 from penstock.io.files import DirectFile, open_at
 from penstock.observe.clients import WEIGHTS
 from penstock.store.checksums import Kind, RunningSum, Sum
+from penstock.weights.failures import named_failure
 from penstock.weights.pieces import Fill, PieceReader, PieceWriter
 from penstock.weights.safetensors import (
     ALIGNMENT_BYTES,
@@ -166,10 +167,26 @@ def _write(
         writer.write([(file, 0, nbytes)], stream.fill, running)
         stream.finish()
         writer.finish()
+    except TransferError as error:
+        raise _named(error, tensors, len(header)) from error.__cause__
     finally:
         stream.close()
     _end(file, nbytes)
     return nbytes, running.result()
+
+
+def _named(error: TransferError, tensors: Sequence[NewTensor], begin: int) -> BaseException:
+    """Return the error of a write with the names of the tensors of which that piece is."""
+    end, names = begin, []
+    for each in tensors:
+        begin, end = end, end + each.nbytes
+        if begin < error.offset_bytes + error.nbytes and end > error.offset_bytes:
+            names.append(each.name)
+    if not names:
+        return error
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    advice = "Nothing is left there: free some space, or save to another directory"
+    return named_failure(error, names[0] + more, advice, "write")
 
 
 def _verify(file: DirectFile, nbytes: int, written: Sum | None) -> None:
