@@ -39,11 +39,20 @@ def test_a_run_goes_on_after_its_last_step(format_name, dtype, small):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_step_that_was_under_way_is_known(overlap, small):
+def test_the_step_that_was_under_way_is_known_and_said(overlap, small, caplog):
+    def said():
+        found, where = [each.getMessage() for each in caplog.records], repr(str(small["flash"]))
+        caplog.clear()
+        return [each.replace(where, "DIR") for each in found if each.startswith("durable")]
+
+    caplog.set_level("INFO", "penstock.optim")
     settings = {**small, "durable": True, "overlap": overlap}
     params = parameters()
     a = FlashAdamW(params, **settings)
-    assert a.torn_step is None
+    assert (a.resume(), a.torn_step) == (0, None)
+    assert said() == [
+        "durable steps of AdamW in DIR: there is no step to resume after; training begins anew"
+    ]
     train(a, params, steps=2)
     saved = a.state_dict()
     train(a, params, steps=2, first=2)
@@ -51,6 +60,7 @@ def test_the_step_that_was_under_way_is_known(overlap, small):
     a.close()
     b = FlashAdamW(params, **settings)
     assert (b.resume(), b.torn_step) == (4, None)
+    assert said() == ["durable steps of AdamW in DIR: resumed after step 4; no later one had begun"]
 
     def lost(entry):
         raise KeyboardInterrupt
@@ -60,7 +70,9 @@ def test_the_step_that_was_under_way_is_known(overlap, small):
         train(b, params, steps=1, first=4)
     b.close()
     c = FlashAdamW(params, **settings)
+    caplog.set_level("WARNING", "penstock.optim")  # what is seen without any setting
     assert (c.resume(), c.torn_step) == (4, 5)
+    assert said() == ["durable steps of AdamW in DIR: step 5 was torn; resumed after step 4"]
     c.load_state_dict(saved)  # a later serial number, but an earlier step
     c.close()
     d = FlashAdamW(params, **settings)

@@ -10,7 +10,7 @@ import pytest
 import rank_programs
 
 RESUMED = """
-import signal, time
+import logging, signal, time
 from penstock.optim.journal import Journal
 
 def durable(**settings):
@@ -48,7 +48,11 @@ except ConfigError as error:
     assert "call resume()" in str(error)
 a.close()
 model, a = durable()
+said = []
+logging.getLogger("penstock.optim").addFilter(lambda record: said.append(record.getMessage()))
 assert a.resume() == 2
+fate = "was torn" if rank == world - 1 else "was completed here and not by all ranks"
+assert f"step 3 {fate}; resumed after step 2" in said[-1], said
 train(model, a, 3, first=2)
 theirs = sharded(network())
 train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True), 5)

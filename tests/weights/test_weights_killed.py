@@ -89,7 +89,9 @@ FIRST = {("backward", True), ("forward", False), ("sync", True), ("request 13", 
         for overlap in (True, False)
     ],
 )
-def test_a_run_that_is_killed_goes_on_with_the_same_bits(point, overlap, disk_path, one_thread):
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(
+    point, overlap, disk_path, one_thread, caplog
+):
     """The model is built anew, with other values; the records of the optimizer make its homes whole."""
     homes, durable, whole = (disk_path / name for name in ("homes", "durable", "whole"))
     for each in (homes, durable, whole):
@@ -122,6 +124,8 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(point, overlap, disk_pa
             assert optimizer.torn_step == completed + 1
         if where in ("forward", "between", "after"):
             assert optimizer.torn_step is None
+        said = f"step {first + 1} was torn; resumed after step {first}"
+        assert (said in caplog.text) == (optimizer.torn_step is not None)
         losses = [train_step(model, optimizer, x) for x in data[first:]]
     optimizer.close()
 

@@ -231,16 +231,22 @@ class OnFlash(torch.optim.Optimizer):
         """With ``durable``: set weights and states to those of the last completed step.
 
         If ``torch.distributed`` is initialized, it is the newest step that all its ranks have completed:
-        all call this, each for an optimizer of its own.
+        all call this, each for an optimizer of its own. The logger ``penstock.optim`` says after which
+        step training is resumed: as a warning if a later one was torn, or completed by this rank alone.
 
         Returns:
-            The number of that step, from 1; 0 if there is none, and nothing was changed.
+            The number of that step, from 1; 0 if there is none, and nothing was changed. ``torn_step``
+            has the number of a later one that was torn.
 
         Raises:
             ConfigError: The steps there are another model's, or of another number of ranks; the ranks
                 have none in common; or steps are not durable.
         """
-        return self._penstock.resume()
+        states = self._penstock
+        newest = states.durable_step
+        step = states.resume()
+        _report_resumed(states, newest, step)
+        return step
 
     @property
     def torn_step(self) -> int | None:
@@ -362,6 +368,26 @@ def _report_costs(states: FlashStates) -> None:
     _log.info("%s", wear)
     if wear.is_beyond:
         warnings.warn(str(wear), PenstockWarning, stacklevel=5)
+
+
+def _report_resumed(states: FlashStates, newest: int, step: int) -> None:
+    """Tell the user after which step training is resumed, and what became of a later one."""
+    found = f"resumed after step {step}" if step else "there is no step to resume after"
+    level, then = logging.WARNING, "" if step else "; training begins anew"
+    if newest > step:
+        found = f"step {newest} was completed here and not by all ranks; {found}"
+    elif states.torn_step is not None:
+        found = f"step {states.torn_step} was torn; {found}"
+    else:
+        level, then = logging.INFO, then or "; no later one had begun"
+    _log.log(
+        level,
+        "durable steps of %s in %r: %s%s",
+        states.class_name,
+        states.config.directories[0],
+        found,
+        then,
+    )
 
 
 def _saved(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

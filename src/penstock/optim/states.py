@@ -232,6 +232,12 @@ class FlashStates:
         """See ``OnFlash.torn_step``."""
         return None if self._journal is None else self._journal.torn
 
+    @property
+    def durable_step(self) -> int:
+        """The last step whose journal is whole, from 1; 0: there is none."""
+        last = None if self._journal is None else self._journal.last
+        return 0 if last is None else last.step
+
     def begin_pass(self) -> UpdatePass:
         """Return a pass over all gradients, after every check that is possible before a change."""
         self.check_can_step()
