@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from penstock.weights.homes import WeightFiles
 from weights_rig import (
     WEIGHT_BYTES,
     WIDTH,
@@ -438,6 +439,35 @@ def test_threads_run_two_modules(disk_path):
                 thread.join()
         assert engine.read_bytes > 0
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("part", ["", "layers.0"])
+def test_threads_make_the_first_calls_at_once(part, disk_path, monkeypatch):
+    """While the weights of the model are moved to flash, another thread calls it, or a part of it."""
+    x = inputs(1)[0]
+    with torch.no_grad():
+        expected = [bits(built(Chain)(x)), bits(built(Chain).get_submodule(part)(x))]
+    model, found = built(Chain), [None, None]
+
+    def call(place, module):
+        with torch.no_grad():
+            found[place] = bits(module(x))
+
+    other = threading.Thread(target=call, args=(1, model.get_submodule(part)))
+
+    def move_in(files, *args, _move_in=WeightFiles.move_in):
+        if other.ident is None:
+            other.start()
+            other.join(0.2)  # it may wait until the weights are there
+        return _move_in(files, *args)
+
+    monkeypatch.setattr(WeightFiles, "move_in", move_in)
+    with scripted(), on_flash(None, disk_path, limit=LIMIT) as session:
+        call(0, model)
+        other.join()
+        assert session._weights.total_bytes == 6 * WEIGHT_BYTES
+    assert_same(found, expected)
+    assert_same(state_of(model), state_of(built(Chain)))
 
 
 def test_backward_after_the_session_is_closed(disk_path):

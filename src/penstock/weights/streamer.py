@@ -7,6 +7,7 @@ and who works with them otherwise (:mod:`.keeper`). The streamer joins them for 
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -43,7 +44,7 @@ Before that it calls its second argument with their lengths and names, which rai
 
 
 class WeightStreamer:
-    """Streams the weights of models. Thread-safe, but for ``add`` and ``close``.
+    """Streams the weights of models. Thread-safe, but for ``close``.
 
     Attributes:
         account: Account of the weights in memory, whose limit the streamer keeps. It yields.
@@ -80,6 +81,8 @@ class WeightStreamer:
         self._is_replicated = False
         self.before_model: Callable[[Module], None] | None = None
         self._compiled_whole = ""
+        # held while weights get homes; plain: under ``Lock`` no memory is freed
+        self._adding = threading.RLock()
         self._has_cast_cache = self._are_casts_cached = False
         self.before_training: Callable[[int], None] | None = None
         self.in_inference: Callable[[bool], None] | None = None
@@ -88,11 +91,17 @@ class WeightStreamer:
     def add(self, model: Module) -> None:
         """Take charge of the weights of a model, unless it is known already.
 
+        Several threads may call a model first: one lets its weights rest, and the others wait for that.
+
         Raises:
             ConfigError: Its weights cannot rest, or another open session streams them.
             NoSpaceError: The directories have no room for them; nothing was moved.
             BudgetError: The largest weight and another one do not fit.
         """
+        with self._adding:
+            self._add(model)
+
+    def _add(self, model: Module) -> None:
         if self.before_model is not None:
             self.before_model(model)
         homes = self._rest(model, self._table.check_sizes)
@@ -122,7 +131,7 @@ class WeightStreamer:
             is_training = torch.is_grad_enabled()
             self._has_cast_cache = _has_cast_cache()
             if is_training and self.before_training is not None:
-                self._begin_training(self.before_training)
+                self._begin_training()
             with self._table.wake:
                 self._table.begin_pass(None if is_training else id(module))
         self._look_in_inference()
@@ -197,9 +206,12 @@ class WeightStreamer:
     def _keep_to_limit(self) -> None:
         self._eviction.give_way(self.account.used_bytes - self.account.limit_bytes)
 
-    def _begin_training(self, before: Callable[[int], None]) -> None:
-        look = self.in_inference
-        self.before_training = self.in_inference = None
+    def _begin_training(self) -> None:
+        with self._adding:
+            before, look = self.before_training, self.in_inference
+            self.before_training = self.in_inference = None
+        if before is None:  # another thread has begun
+            return
         try:
             before(self._gradient_bytes())
         except BaseException:
