@@ -710,6 +710,12 @@ def test_gradients_that_distributed_data_parallel_would_not_reduce_are_refused(d
         parallel = DDP(model, process_group=groups[rank])
         gradients(model)
 
+        # a module that is made after a search that has found none
+        model = network()
+        gradients(model)
+        parallel = DDP(model)
+        refused(model, "module.0.weight")
+
         # a weight that the module leaves out
         model = network()
         DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])

@@ -24,6 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import islice, repeat
 from typing import Any, Final
 
@@ -31,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Module
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import get_device_states
@@ -41,7 +44,7 @@ from penstock.core.errors import ConfigError, PenstockWarning
 _keeps_graph: Final[Callable[[], bool]] = torch._C._autograd._get_current_graph_task_keep_graph
 _next_number: Final[Callable[[], int]] = torch._C._autograd._get_sequence_nr
 """Return the number of this thread's next node of a graph."""
-_parallel_of: Final = WeakIdKeyDictionary()
+_parallel_of: Final[Any] = WeakIdKeyDictionary()
 """By weight: a weak reference to the ``DistributedDataParallel`` that has it; None: there was none."""
 
 
@@ -342,6 +345,7 @@ def _check_is_reduced(weights: list[Tensor], *, called: list[DistributedDataPara
     """Raise ConfigError if a module that is not among ``called`` should reduce gradients of weights."""
     if not (dist.is_available() and dist.is_initialized()):
         return
+    _forget_when_parallel_is_made()
     if not all(map(_is_known, weights)):
         _look_for_parallel(weights)
     if _unreduced(weights, called) is None:
@@ -366,7 +370,7 @@ def _unreduced(
 ) -> DistributedDataParallel | None:
     """Return a module that should reduce a weight's gradient and is not among ``called``, if any."""
     for weight in weights:
-        reference = _parallel_of[weight]
+        reference = _parallel_of.get(weight)  # another thread may have made a module meanwhile
         parallel = None if reference is None else reference()
         if parallel is None or parallel in called or not parallel.require_backward_grad_sync:
             continue
@@ -374,6 +378,17 @@ def _unreduced(
             found: DistributedDataParallel = parallel
             return found
     return None
+
+
+@cache
+def _forget_when_parallel_is_made() -> None:
+    """Let each ``DistributedDataParallel`` that is made from now on end what searches have found."""
+
+    def registered(module: Module, name: str, inner: Module | None) -> None:
+        if isinstance(module, DistributedDataParallel):
+            _parallel_of.clear()
+
+    register_module_module_registration_hook(registered)
 
 
 def _is_known(weight: Tensor) -> bool:
@@ -398,7 +413,7 @@ def _look_for_parallel(weights: Iterable[Tensor]) -> None:
 
 def _parallel_in(blocks: Iterable[Any]) -> list[DistributedDataParallel]:
     """Return each ``DistributedDataParallel`` that is a block, or a part of one."""
-    modules = (block for block in blocks if isinstance(block, torch.nn.Module))
+    modules = (block for block in blocks if isinstance(block, Module))
     return [
         part
         for each in modules
@@ -433,9 +448,7 @@ def _taken(block: Callable[..., Any], keywords: Mapping[str, Any]) -> list[str]:
         return []
     inner = getattr(block, "_orig_mod", block)  # torch.compile hides the signature
     try:
-        known = inspect.signature(
-            inner.forward if isinstance(inner, torch.nn.Module) else inner
-        ).parameters
+        known = inspect.signature(inner.forward if isinstance(inner, Module) else inner).parameters
     except ValueError:  # written in C
         return []
     return [
