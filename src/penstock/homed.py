@@ -55,7 +55,7 @@ class HomedWeight(Protocol):
 
     @property
     def directory(self) -> str:
-        """The directory of its home."""
+        """The directory of its home; ``""`` if that is in host memory."""
 
     def mapped(self) -> Tensor | None:
         """Return the values in host memory, mapped; ``None`` while those on a device are newer.

@@ -48,7 +48,7 @@ from penstock.runtime.inspection import SessionState, tier_state
 from penstock.runtime.loader_demand import LoaderReads, Loaders
 from penstock.runtime.planner import Planner, PlannerSettings
 from penstock.runtime.probe import Meeting
-from penstock.runtime.session_accounts import SessionAccounts
+from penstock.runtime.session_accounts import SessionAccounts, check_weights
 from penstock.runtime.stores import Stores, check_device_codec, ranks_on_flash
 from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
@@ -139,8 +139,7 @@ class Session:
         self._suggested: tuple[Profile | None, Suggestion | None] = (None, None)
         self._device = _device_named(config.device) if config.device else _device_of(model)
         if config.weights != "keep":
-            has_limit = config.weights_memory is not None or config.memory is not None
-            _check_weights(self._device, has_limit=has_limit)
+            check_weights(config, self._device)
         self._rank = rank()
         self._number = 0
         self._ranks: RankStore | None = None
@@ -375,7 +374,7 @@ class Session:
         self._rank_notes = (note,)
 
     def _open_weights(self) -> None:
-        """Let the weights of models rest on flash from now on. Raises ConfigError if they cannot here."""
+        """Let the weights of models rest elsewhere from now on. Raises ConfigError if they cannot."""
         from penstock.weights.opening import open_device_weights, open_weights  # noqa: PLC0415
 
         stores = self._stores
@@ -407,7 +406,7 @@ class Session:
 
     @property
     def streams_device_weights(self) -> bool:
-        """True if weights on a device rest on flash."""
+        """True if weights on a device rest elsewhere."""
         return self._weights is not None and self._device.type != "cpu"
 
     def _division(self) -> MemoryDivision:
@@ -437,6 +436,7 @@ class Session:
             ),
             device=str(device),
             slack_bytes=stores.slack_bytes,
+            lent_bytes=stores.lent_bytes,
         )
 
     def _open_other(self, device: torch.device) -> tuple[Executor, Planner]:
@@ -947,16 +947,6 @@ def _check_kind(name: str, given: object, kind: type) -> None:
     if given is not None and not isinstance(given, kind):
         raise ConfigError(
             f"offload: {name} is a {type(given).__name__}, but must be of type {kind.__name__}"
-        )
-
-
-def _check_weights(device: torch.device, *, has_limit: bool) -> None:
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"weights='flash' is for models on the CPU or on CUDA, not {device}")
-    if device.type == "cpu" and not has_limit:
-        raise ConfigError(
-            "weights='flash' needs a limit of the weights in memory: weights_memory, or memory, of which"
-            " they get most"
         )
 
 

@@ -192,8 +192,18 @@ def _landed(order: AccessOrder, fill: Any) -> None:
 
 
 def slabs() -> None:
-    """Whoever frees a buffer knows what those knew who left it; a queue knows what each in it knew."""
-    _around(Slab, "leave", lambda order, _, buffer: order.hand_over(_key(buffer)))
+    """Whoever frees a buffer knows what those knew who left it; a queue knows what each in it knew.
+
+    Copies hold memory that was lent, and let go of it after they have left it.
+    """
+
+    def left(order: AccessOrder, _: Slab, buffer: Any) -> None:
+        order.hand_over(_key(buffer))
+        start = _start_of(buffer.memory)
+        if start is not None:
+            order.hand_over(("lent", start))
+
+    _around(Slab, "leave", left)
     _around(Slab, "_free_unneeded", lambda order, _, buffer: order.take_over(_key(buffer)))
     _around(Slab, "_add", None, lambda order, buffer, *_: order.forget(_key(buffer)))
     _around(Slab, "take_or_wait", lambda order, _, waiting: order.hand_over(_key(waiting)))

@@ -59,11 +59,15 @@ def inputs(steps=3, first=0):
     return [each.to(DEVICE) for each in made[first:]]
 
 
-def on_device_flash(model, directory, *, limit=LIMIT, **options):
-    options = {"device_memory": "64MiB", "host_memory": "64MiB", "floor": FLOOR, **options}
-    return penstock.offload(
-        model, weights="flash", weights_memory=limit, flash=str(directory), **options
-    )
+def on_device_flash(model, directory, *, limit=LIMIT, weights="flash", **options):
+    options = {
+        "device_memory": "64MiB",
+        "host_memory": "128MiB" if weights == "host" else "64MiB",
+        "floor": FLOOR,
+        **options,
+    }
+    flash = {"flash": str(directory)} if weights == "flash" else {}
+    return penstock.offload(model, weights=weights, weights_memory=limit, **flash, **options)
 
 
 def rested_bytes(model):

@@ -115,8 +115,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_bits_are_those_of_plain_training_within_the_limit(case, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "place"),
+    [
+        *((case, "flash") for case in CASES),
+        *(
+            (case, "host")
+            for case in ("adapters and evaluation", "tied", "weights of other modules")
+        ),
+    ],
+)
+def test_bits_are_those_of_plain_training_within_the_limit(case, place, tmp_path):
     make, run, limit = CASES[case]
     expected = run(built(make))
     with shared_engine_replaced(ScriptedEngine()) as engine:
@@ -124,7 +133,7 @@ def test_bits_are_those_of_plain_training_within_the_limit(case, tmp_path):
         if run is inferred:
             model.requires_grad_(False)
         before = [bits(each) for each in model.parameters() if not each.requires_grad]
-        with on_device_flash(model, tmp_path, limit=limit) as session:
+        with on_device_flash(model, tmp_path, limit=limit, weights=place) as session:
             written = engine.written_bytes
             found = run(model)
             weights = session._weights
@@ -139,7 +148,7 @@ def test_bits_are_those_of_plain_training_within_the_limit(case, tmp_path):
     assert_same(found, expected)
     after = [bits(each) for each in model.parameters() if not each.requires_grad]
     assert_same(after, before)
-    assert engine.read_bytes > 0
+    assert (engine.read_bytes > 0) == (place == "flash")
 
 
 def test_each_frozen_weight_is_read_at_most_twice_a_step_and_never_written(tmp_path):
@@ -257,12 +266,18 @@ TOUCHES = {
 
 
 @pytest.mark.filterwarnings("ignore:weight .* was moved to cpu")
-@pytest.mark.parametrize("touch", TOUCHES)
-def test_who_touches_weights_at_rest_gets_what_plain_ones_give(touch, tmp_path):
+@pytest.mark.parametrize(
+    ("touch", "place"),
+    [
+        *((touch, "flash") for touch in TOUCHES),
+        *((touch, "host") for touch in ("deepcopy", "double", "data", "in place", "unfrozen")),
+    ],
+)
+def test_who_touches_weights_at_rest_gets_what_plain_ones_give(touch, place, tmp_path):
     plain = built(LowRank)
     expected = [TOUCHES[touch](plain), _state_dict(plain)]
     model = built(LowRank)
-    with on_device_flash(model, tmp_path):
+    with on_device_flash(model, tmp_path, weights=place):
         found = [TOUCHES[touch](model)]
     assert_same([*found, _state_dict(model)], expected)
 
@@ -310,7 +325,8 @@ def test_backward_after_the_session_is_that_of_plain_training(tmp_path):
 
 
 @pytest.mark.concurrent_streams
-def test_streams_that_use_a_weight_wait_for_it(tmp_path):
+@pytest.mark.parametrize("place", ["flash", "host"])
+def test_streams_that_use_a_weight_wait_for_it(place, tmp_path):
     def run(model):
         seen = []
         streams = [torch.cuda.Stream() for _ in range(2)]
@@ -325,7 +341,7 @@ def test_streams_that_use_a_weight_wait_for_it(tmp_path):
 
     expected = run(built(LowRank))
     model = built(LowRank)
-    with on_device_flash(model, tmp_path):
+    with on_device_flash(model, tmp_path, weights=place):
         found = run(model)
     assert_same(found, expected)
 

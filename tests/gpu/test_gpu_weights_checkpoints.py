@@ -53,8 +53,8 @@ def most_in(session, action):
     return session._weights.account.peak_bytes, result
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_run_that_is_resumed_from_a_checkpoint_is_that_run(tmp_path, wait, monkeypatch):
+@pytest.mark.parametrize(("wait", "place"), [(True, "flash"), (False, "flash"), (True, "host")])
+def test_a_run_that_is_resumed_from_a_checkpoint_is_that_run(tmp_path, wait, place, monkeypatch):
     if wait:  # as a large checkpoint: what is loaded is in a file first
         monkeypatch.setattr("penstock.checkpoint.targets._IN_MEMORY_BYTES", 0)
     batches = inputs(6)
@@ -63,7 +63,7 @@ def test_a_run_that_is_resumed_from_a_checkpoint_is_that_run(tmp_path, wait, mon
     model = built()
     optimizer = adam_of(model)
     with (
-        on_device_flash(model, tmp_path) as session,
+        on_device_flash(model, tmp_path, weights=place) as session,
         Checkpointer(tmp_path / "saved") as checkpointer,
     ):
         trained(model, optimizer, batches[:3])
@@ -78,7 +78,7 @@ def test_a_run_that_is_resumed_from_a_checkpoint_is_that_run(tmp_path, wait, mon
     optimizer = adam_of(resumed)
     trained(resumed, optimizer, inputs(1))  # so that it has states to load into
     with (
-        on_device_flash(resumed, tmp_path) as session,
+        on_device_flash(resumed, tmp_path, weights=place) as session,
         Checkpointer(tmp_path / "saved") as checkpointer,
     ):
         state = training_state(model=resumed, optimizer=optimizer)

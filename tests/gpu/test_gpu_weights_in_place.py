@@ -123,6 +123,7 @@ def test_a_frozen_base_is_read_from_its_file_within_the_limit(run, is_meta, sour
 
 
 @pytest.mark.parametrize("source", ["odd"], indirect=True)
+@pytest.mark.parametrize("place", ["flash", "host"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -132,7 +133,7 @@ def test_a_frozen_base_is_read_from_its_file_within_the_limit(run, is_meta, sour
     ],
     ids=["in place", "by .data", "replaced"],
 )
-def test_a_weight_that_is_changed_leaves_the_file_as_it_is(change, source, tmp_path):
+def test_a_weight_that_is_changed_leaves_the_file_as_it_is(change, place, source, tmp_path):
     plain, model = built().to(DEVICE), in_place(source)
     assert all(home_of(layer.weight).place.skew for layer in model.base)
     seen = []
@@ -143,7 +144,7 @@ def test_a_weight_that_is_changed_leaves_the_file_as_it_is(change, source, tmp_p
         with torch.no_grad():
             change(plain.base[0].weight)
     for expected in seen:
-        with relocated(model, tmp_path):
+        with relocated(model, tmp_path, weights=place):
             assert_same(trained(model), expected)
             with torch.no_grad():
                 change(model.base[0].weight)
@@ -152,7 +153,8 @@ def test_a_weight_that_is_changed_leaves_the_file_as_it_is(change, source, tmp_p
 
 
 @pytest.mark.parametrize("source", ["odd"], indirect=True)
-def test_what_was_changed_before_the_session_goes_to_the_device(source, tmp_path):
+@pytest.mark.parametrize("place", ["flash", "host"])
+def test_what_was_changed_before_the_session_goes_to_the_device(place, source, tmp_path):
     """Somebody still shares the memory of one, in which the change is; the file has not seen it."""
     plain, model = built(), in_place(source)
     for each in (plain, model):
@@ -161,7 +163,7 @@ def test_what_was_changed_before_the_session_goes_to_the_device(source, tmp_path
     shared.mul_(2)
     plain.base[0].weight.data.mul_(2)
     expected = inferred(plain.to(DEVICE))
-    with relocated(model, tmp_path):
+    with relocated(model, tmp_path, weights=place):
         assert_same(inferred(model), expected)
     assert is_in_place(model) == [False, False, *[True] * (DEPTH - 2)]
     assert_same(state_of(model), state_of(plain.to("cpu")))

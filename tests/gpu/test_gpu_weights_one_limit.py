@@ -71,6 +71,8 @@ def test_no_limit_has_to_be_given(disk_path):
 @pytest.mark.parametrize("settings", [
     {"policy": "auto", "device_memory": "4MiB", "floor": "64KiB"},
     {"policy": "auto", "device": DEVICE},
+    {"policy": "auto", "weights": "host", "flash": ()},
+    {"policy": "auto", "weights": "host", "flash": (), "device": DEVICE, "host_memory": "128MiB"},
     {"policy": "auto", "memory": "128MiB", "host_memory": None},
 ], ids=str)  # fmt: skip
 def test_a_limit_is_found_beside_other_settings(disk_path, settings):

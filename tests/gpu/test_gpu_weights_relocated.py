@@ -89,16 +89,25 @@ def plainly_trained(make, directory):
 
 
 @pytest.mark.parametrize("make", [flash_adamw, momentum])
-@pytest.mark.parametrize("is_built_on_flash", [True, False])
-def test_it_is_trained_there_and_on_the_host_again_afterwards(make, is_built_on_flash, tmp_path):
+@pytest.mark.parametrize(
+    ("is_built_on_flash", "place"),
+    [(True, "flash"), (False, "flash"), (True, "host"), (False, "host"), (False, "host, staged")],
+)
+def test_it_is_trained_there_and_on_the_host_again_afterwards(
+    make, is_built_on_flash, place, tmp_path
+):
     expected = plainly_trained(make, tmp_path)
     model = built(tmp_path if is_built_on_flash else None)
     kept = list(model.parameters())
+    options = {"weights": place.partition(",")[0]}
+    if place == "host, staged":  # there is no room for weights in pinned memory
+        options["host_memory"] = "64MiB"
+        before = [layer.weight.data_ptr() for layer in model.layers]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    with relocated(model, tmp_path) as session:
-        assert torch.cuda.memory_allocated() - before < WEIGHT_BYTES
+    allocated = torch.cuda.memory_allocated()
+    with relocated(model, tmp_path, **options) as session:
+        assert torch.cuda.memory_allocated() - allocated < WEIGHT_BYTES
         assert all(each.device.type == DEVICE for each in model.parameters())
         found = run(model, make, tmp_path)
         streamer = session._weights
@@ -111,7 +120,12 @@ def test_it_is_trained_there_and_on_the_host_again_afterwards(make, is_built_on_
         assert one is other
     for each in [*model.parameters(), *model.buffers()]:
         assert each.device.type == "cpu"
-    assert all(home_of(layer.weight).is_mapped for layer in model.layers)
+    if is_built_on_flash or place == "flash":
+        assert all(home_of(layer.weight).is_mapped for layer in model.layers)
+    else:
+        assert all(type(each) is nn.Parameter for each in model.parameters())
+    if place == "host, staged":  # nor was there a copy of any weight
+        assert [layer.weight.data_ptr() for layer in model.layers] == before
     assert_same([found, state_of(model)], expected)
 
 
@@ -163,10 +177,11 @@ def failing_write(request):
     )
 
 
-def test_what_cannot_be_written_home_is_in_host_memory_afterwards(tmp_path):
+@pytest.mark.parametrize("place", ["flash", "host"])
+def test_what_cannot_be_written_home_is_in_host_memory_afterwards(place, tmp_path):
     with shared_engine_replaced(ScriptedEngine()) as engine:
         model = built(tmp_path)
-        with relocated(model, tmp_path):
+        with relocated(model, tmp_path, weights=place):
             with torch.no_grad():
                 model.layers[0].weight.fill_(0.5)
             engine.fault = failing_write

@@ -127,8 +127,14 @@ OPTIMIZERS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*takes more memory than in memory")
-@pytest.mark.parametrize("case", OPTIMIZERS)
-def test_bits_are_those_of_weights_in_device_memory_within_the_limit(case, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "place"),
+    [
+        *((case, "flash") for case in OPTIMIZERS),
+        *((case, "host") for case in ("sgd", "overlap, gradients used up", "durable")),
+    ],
+)
+def test_bits_are_those_of_weights_in_device_memory_within_the_limit(case, place, tmp_path):
     make, settings = OPTIMIZERS[case]
     settings = {**SMALL, **settings}
     micro = settings.get("accumulation", 1 if "overlap" in settings else 2)
@@ -143,7 +149,7 @@ def test_bits_are_those_of_weights_in_device_memory_within_the_limit(case, tmp_p
     plain = built()
     expected = [run(plain, tmp_path / "plain"), state_of(plain)]
     model = built()
-    with on_device_flash(model, tmp_path) as session:
+    with on_device_flash(model, tmp_path, weights=place) as session:
         assert rested_bytes(model) == DEPTH * WEIGHT_BYTES
         found = run(model, tmp_path / "ours")
         weights = session._weights

@@ -439,3 +439,15 @@ def test_a_session_that_is_interrupted_when_it_is_nearly_open_is_closed(disk_pat
 def test_a_limit_is_needed(disk_path):
     with pytest.raises(ConfigError, match="needs a limit of the weights in memory"):
         penstock.offload(chain(), weights="flash", flash=str(disk_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_memory": "1GiB"}, "the model is on the CPU, and its weights are in host memory"),
+        ({}, "needs host memory for the weights"),
+    ],
+)
+def test_weights_of_a_model_on_the_host_are_in_host_memory_already(options, message):
+    with pytest.raises(ConfigError, match=message):
+        penstock.offload(chain(), weights="host", **options)

@@ -44,7 +44,7 @@ class Streaming(RuleBasedStateMachine):
         files = WeightFiles(str(directory))
 
         def rest(model, check):
-            return rest_weights(model, check, files=files, floor_bytes=1)
+            return rest_weights(model, check, places=files, floor_bytes=1)
 
         self.streamer = WeightStreamer(rest, account=self.account, memory=HostMemory(self.account))
         self.streamer.add(self.model)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Final
 
 import numpy as np
@@ -341,7 +341,7 @@ class Targets:
         resting = [each for each in state.values() if isinstance(each, WithoutMemory)]
         if resting:
             self._compare_forms(state, document, path)
-            made = self.value(document, path, self._fresh_in(resting[0].home.directory))
+            made = self.value(document, path, self._fresh_in(_directory_of(resting)))
             return lambda: give_state(module, made(), shown(path))
         known = {each.untyped_storage().data_ptr() for each in _memory_of(module)}
         in_place = all(
@@ -418,14 +418,20 @@ class Targets:
             )
 
     def _fresh_in(self, directory: str) -> Fresh:
-        """Return where to put what is on its way to flash: in a file there, if that is much."""
-        if sum(each.nbytes for each in self._manifest.tensors) <= _IN_MEMORY_BYTES:
+        """Return where to put what is on its way home: in a file there, if that is much and on flash."""
+        is_little = sum(each.nbytes for each in self._manifest.tensors) <= _IN_MEMORY_BYTES
+        if is_little or not directory:
             return self._fresh
         return Fresh(directory)
 
     def _entry(self, index: int | None) -> TensorEntry | None:
         tensors = self._manifest.tensors
         return tensors[index] if index is not None and index < len(tensors) else None
+
+
+def _directory_of(resting: Iterable[WithoutMemory]) -> str:
+    """Return the directory of a home that is on flash; ``""`` if none is."""
+    return next((found for each in resting if (found := each.home.directory)), "")
 
 
 def _of_array(array: Any) -> torch.Tensor | None:

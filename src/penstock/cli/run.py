@@ -92,7 +92,7 @@ _OPTIONS: Final = (
     (
         "--weights-memory",
         "SIZE",
-        "with --weights flash: limit of weights in memory, within --memory (default: most of it)",
+        "with --weights flash or host: limit of weights in memory, within --memory (default: most of it)",
     ),
     ("--floor", "SIZE", "size below which tensors stay resident (default: 1MiB)"),
     ("--event-log-size", "SIZE", "size at which the event log is rotated (default: 64MiB)"),
@@ -157,9 +157,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--weights",
-        choices=("keep", "flash"),
+        choices=("keep", "flash", "host"),
         help="place of weights; flash: files in the directories of --flash, read when modules and"
-        " backward need them (default: keep)",
+        " backward need them; host: of a model on a GPU, host memory (default: keep)",
     )
     made.add_argument(
         "--optimizer-state",

@@ -74,17 +74,19 @@ class OffloadConfig:
 
     weights: str = "keep"
     """``"keep"``: weights stay in memory; ``"flash"``: those of at least ``floor`` bytes rest in files in
-    the first directories of ``flash`` and are in memory while something works with them."""
+    the directories of ``flash`` and are in memory while something works with them. With a model on a
+    device those rest in host memory instead that fit in the host tier. ``"host"``, on a device: all of
+    them rest in host memory, and none of them in a file."""
 
     weights_memory: int | str | None = None
-    """Limit of the weights in memory, if they rest on flash; ``None``: a part of ``memory``, found once a
-    step is known. With a model on a device it is that of the weights in device memory; ``None``: a part
-    of what a step leaves there."""
+    """Limit of the weights in memory, if they rest elsewhere; ``None``: a part of ``memory``, found once
+    a step is known. With a model on a device it is that of the weights in device memory; ``None``: a
+    part of what a step leaves there."""
 
     device: str | None = None
-    """With weights that rest on flash: device on which the session works with a model that is on the
-    host, as ``"cuda"``, and need not fit there; when it is closed, the model is on the host again.
-    ``None``: that of the model."""
+    """With weights that rest on flash or in host memory: device on which the session works with a model
+    that is on the host, as ``"cuda"``, and need not fit there; when it is closed, the model is on the
+    host again. ``None``: that of the model."""
 
     floor: int | str | None = None
     """Size below which storages are never offloaded; ``None``: the knob ``PENSTOCK_FLOOR``, 1 MiB."""
@@ -155,19 +157,25 @@ class OffloadConfig:
             )
 
     def _check_weights(self) -> None:
-        if self.weights not in ("keep", "flash"):
-            raise ConfigError(f"weights is {self.weights!r}; it is 'keep' or 'flash'")
+        if self.weights not in ("keep", "flash", "host"):
+            raise ConfigError(f"weights is {self.weights!r}; it is 'keep', 'flash' or 'host'")
         if self.weights == "keep":
             if self.weights_memory is not None:
                 raise ConfigError(
-                    "weights_memory is set, but weights is 'keep': set weights='flash'"
+                    "weights_memory is set, but weights is 'keep': set weights='flash' or 'host'"
                 )
             if self.device is not None:
                 raise ConfigError(
-                    "device is set, but weights is 'keep': set weights='flash', or move the model there"
+                    "device is set, but weights is 'keep': set weights='flash' or 'host', or move the"
+                    " model there"
                 )
             return
-        if not self.directories:
+        if self.weights == "host" and not self.host_bytes and self.memory is None:
+            raise ConfigError(
+                "weights='host' needs host memory for the weights, and for what else is offloaded there:"
+                " host_memory=SIZE, or --host-memory SIZE"
+            )
+        if self.weights == "flash" and not self.directories:
             raise ConfigError(
                 "weights='flash' needs a directory on flash: flash=DIR, or --flash DIR"
             )

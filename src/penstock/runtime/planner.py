@@ -52,6 +52,10 @@ def _no_slack(device_bytes: int) -> int:
     return 0
 
 
+def _nothing() -> int:
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
     """Everything that a planner is to plan for, as it is when the session is opened."""
@@ -72,6 +76,8 @@ class PlannerSettings:
     """Plan to follow as it is. What differs from it in the first pass is a PlanError."""
     slack_bytes: Callable[[int], int] = _no_slack
     """Part of a device budget that plans leave out, if they can; see ``page_slack_bytes``."""
+    lent_bytes: Callable[[], int] = _nothing
+    """Part of the host tier that others than saved tensors have, as weights that rest there."""
     only_observed: bool = False
     """True if the first plan is not made of a pass that was not observed."""
 
@@ -390,7 +396,9 @@ class Planner:
         device_bytes = self._limit_bytes
         if device_bytes < UNLIMITED:
             device_bytes = max(1, device_bytes - self._codecs.scratch_bytes)
-        return replace(self._settings.budgets, device_bytes=device_bytes)
+        host_bytes = self._settings.budgets.host_bytes
+        host_bytes = host_bytes and max(0, host_bytes - self._settings.lent_bytes())
+        return replace(self._settings.budgets, device_bytes=device_bytes, host_bytes=host_bytes)
 
     def _set_limit(self, device_bytes: int) -> bool:
         """Set the limit of the device budget; return whether it was another."""

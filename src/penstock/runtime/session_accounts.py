@@ -143,8 +143,8 @@ class SessionAccounts:
             found = stores.allowance(device, self._shared, parts=1)
         if found is None:
             raise ConfigError(
-                f"weights='flash' with a model on {device} needs weights_memory, the limit of its weights"
-                " in device memory: "
+                f"weights={self._config.weights!r} with a model on {device} needs weights_memory, the"
+                " limit of its weights in device memory: "
                 + (
                     "torch does not tell how much there is"
                     if self.may_find_limits
@@ -200,3 +200,21 @@ class SessionAccounts:
     def _least_bytes(self) -> int:
         needs = self._needs()
         return 0 if needs is None else needs.least_bytes
+
+
+def check_weights(config: OffloadConfig, device: torch.device) -> None:
+    """Raise ConfigError if the weights of a model on a device cannot rest as configured."""
+    weights = config.weights
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"weights={weights!r} is for models on the CPU or on CUDA, not {device}")
+    if device.type == "cpu" and weights == "host":
+        raise ConfigError(
+            "weights='host' is for a model on a device: here the model is on the CPU, and its weights are"
+            " in host memory already; set weights='flash' or 'keep', or name the device on which to work"
+            " with it, as device='cuda'"
+        )
+    if device.type == "cpu" and config.weights_memory is None and config.memory is None:
+        raise ConfigError(
+            "weights='flash' needs a limit of the weights in memory: weights_memory, or memory, of which"
+            " they get most"
+        )

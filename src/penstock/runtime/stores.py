@@ -170,6 +170,10 @@ class Stores:
         tier = self.tiers.get(name)
         return 0 if tier is None else tier.spec.capacity_bytes
 
+    def lent_bytes(self) -> int:
+        """Return the bytes of the host tier that saved tensors cannot have: weights rest there."""
+        return 0 if self._accelerator is None else self._accelerator.mover.lent_bytes
+
     @property
     def staging_bytes(self) -> int:
         """Pinned memory that everything to and from flash passes; 0: nothing is staged."""

@@ -1,10 +1,14 @@
-"""A tier in host memory: bytes rest in blocks of an arena."""
+"""Tiers in host memory: bytes rest in blocks of an arena, or at places that belong to the caller."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError, NoSpaceError
 from penstock.core.locks import Lock
@@ -155,3 +159,53 @@ class HostTier(Tier):
             free_bytes=free,
             advice=f"tier {self.spec.name!r} has {format_bytes(free)} left {of_what}",
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryPlace:
+    """Host memory that belongs to the caller."""
+
+    memory: NDArray[np.uint8]
+    """The memory, contiguous."""
+    pinned: Any = None
+    """The pinned buffer that it is, for who copies to a device from there; None: it is not pinned."""
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte."""
+        return self.memory.ctypes.data
+
+    def ranges(self, nbytes: int) -> Iterator[tuple[File, int, int]]:
+        """Yield memory, address and length of ``nbytes``, or of all that there is."""
+        yield MEMORY, self.address, min(nbytes, self.memory.nbytes)
+
+    def __str__(self) -> str:
+        return f"address {self.address:#x} of host memory"
+
+
+class MemoryTier(Tier):
+    """Bytes in host memory that belongs to the caller, which writes with ``at=place``.
+
+    One thread copies them. It holds a place as long as a transfer of it is in flight.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Make a tier that reports its copies to nobody.
+
+        Args:
+            name: As in errors and traces.
+        """
+        self._copies = CopyEngine(f"penstock-{name}")
+        spec = TierSpec(
+            name=name, kind="host", capacity_bytes=0, granule_bytes=1, where="host memory"
+        )
+        super().__init__(spec, engine=self._copies, recorder=Recorder(event_bytes=0))
+
+    def _allocate(self, nbytes: int) -> MemoryPlace:
+        raise AssertionError(f"{nbytes} bytes were written to {self.spec.name} at no place")
+
+    def _discard(self, place: MemoryPlace) -> None:
+        return  # it is the caller's
+
+    def _close(self) -> None:
+        self._copies.close()

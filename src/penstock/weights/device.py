@@ -1,7 +1,8 @@
-"""Weights of models on a device: at rest in files, brought to device memory through pinned memory.
+"""Weights of models on a device: at rest elsewhere, brought to device memory through pinned memory.
 
 [Note: weights on a device]
-    The home is a place in a file, as for the CPU, but kernels cannot work with a mapping of it. At rest
+    The home is a place in a file, as for the CPU, or in host memory (:mod:`.host_places`); but kernels
+    cannot work with a mapping of it. At rest
     the parameter is one NaN on the device, with strides of 0 (:mod:`.resting`). The mover of the session
     brings it, as it brings saved tensors back: through pinned memory, on streams of its own, and each
     stream that works with it waits for the copy (``use``). The memory belongs to torch's allocator, which
@@ -15,23 +16,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from penstock.core.errors import ClosedError, ConfigError
+from penstock.core.errors import ClosedError, ConfigError, PenstockError
+from penstock.core.units import round_up
 from penstock.homed import local_of, use_count
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import advise_random
 from penstock.runtime.cuda.mover import CudaMover
+from penstock.runtime.cuda.pinned import PinnedBlock
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
 from penstock.store.account import Account
+from penstock.store.base import Tier
+from penstock.store.blob import UNIT_BYTES
+from penstock.store.host import MemoryPlace
 from penstock.weights.brought import BroughtMemory
 from penstock.weights.fsdp import Gathered
-from penstock.weights.homes import Home, WeightFiles, is_dense, view_like
+from penstock.weights.homes import Home, WeightPlaces, is_dense, view_like
 from penstock.weights.model import rest_weights
 from penstock.weights.state_dict import detached
 
@@ -76,10 +82,36 @@ class DeviceHome(Home):
 
     @property
     def values(self) -> Tensor:
-        """See :class:`Home`: mapped anew, for single rows."""
-        mapping = self._map_values(self._layout)
-        advise_random(mapping)
+        """See :class:`Home`: those in a file are mapped anew, for single rows."""
+        place = self.place
+        if isinstance(place, MemoryPlace):
+            mapping = place.memory
+        else:
+            mapping = self._map_values(self._layout)
+            advise_random(mapping)
         return view_like(torch.from_numpy(mapping[: self.nbytes]).untyped_storage(), self._layout)
+
+    def keep(self, tier: Tier, place: MemoryPlace) -> None:
+        """Rest in host memory from now on, to where the values are read.
+
+        Args:
+            tier: Of the place.
+            place: As long as the window of the ticket.
+
+        Raises:
+            TransferError, ChecksumError: They cannot be read, and rest where they are.
+        """
+        try:
+            self.tier.read(self.ticket, place.address, keep_alive=place.memory).wait()
+        except PenstockError as error:
+            raise self.read_failure(error) from None
+        self._give_up_claim()
+        self.tier, self.place = tier, place
+        nbytes = round_up(self.nbytes, UNIT_BYTES)
+        self.ticket = tier.adopt(place, nbytes, label=self.name, checksum=None)
+
+    def _give_up_claim(self) -> None:
+        self.tier.discard(self.ticket)
 
     def hold(self) -> None:
         """See :class:`penstock.homed.HomedWeight`; raises ClosedError without a session."""
@@ -104,9 +136,10 @@ class DeviceHome(Home):
     def _check_open(self) -> None:
         if self.keeper is None:
             raise ClosedError(
-                f"weight {self.name} rests on flash, and the session that brings it to"
-                f" {self.resting.device} is closed; it could not be brought there when that was closed:"
-                " free device memory, and open another session with weights='flash'"
+                f"weight {self.name} rests {'in host memory' if self.is_in_memory else 'on flash'}, and"
+                f" the session that brings it to {self.resting.device} is closed; it could not be brought"
+                " there when that was closed: free device memory, and open another session with"
+                f" weights={'host' if self.is_in_memory else 'flash'!r}"
             )
 
 
@@ -147,9 +180,10 @@ class DeviceMemory(BroughtMemory):
         """Read the place of a home to device memory; raises ``torch.OutOfMemoryError`` with ``force``."""
         written = Transfer(home.nbytes)
         written.settle()
-        ticket = CudaTicket(
-            home.name, home.nbytes, self._device, home.tier, written, on_flash=home.ticket
-        )
+        ticket = CudaTicket(home.name, home.nbytes, self._device, home.tier, written)
+        ticket.buffer = self._pinned(home)
+        if ticket.buffer is None:
+            ticket.on_flash = home.ticket
         target: CudaTarget | None = self._mover.allocate(ticket, budget=self._account)
         if target is None and force:
             target = self._mover.allocate(ticket, force=True, budget=self._account)
@@ -175,8 +209,18 @@ class DeviceMemory(BroughtMemory):
 
     def write(self, home: Home, storage: torch.UntypedStorage) -> Transfer:
         """Copy to pinned memory, after all that has worked with the storage, and write from there."""
+        pinned = self._pinned(home)
         with torch.cuda.device(self._device):
+            if pinned is not None:
+                home.filled(None)
+                return self._mover.overwrite(storage, home.name, home.tier, pinned)
             return self._mover.write_through(storage, home.name, home.written_from)
+
+    def _pinned(self, home: Home) -> PinnedBlock | None:
+        """Return the pinned memory of this session in which a weight rests; None: it rests elsewhere."""
+        place = home.place
+        pinned: PinnedBlock | None = place.pinned if isinstance(place, MemoryPlace) else None
+        return pinned if pinned is not None and self._mover.is_pinned(pinned) else None
 
     @property
     def excess_bytes(self) -> int:
@@ -200,30 +244,36 @@ class DeviceMemory(BroughtMemory):
 
 
 def resting_on(
-    device: torch.device, files: WeightFiles, floor_bytes: int
+    device: torch.device,
+    places: WeightPlaces,
+    floor_bytes: int,
+    keep: Callable[[Sequence[Home]], None],
 ) -> Callable[[Module, Callable[[list[tuple[int, str]]], None]], list[Home]]:
-    """Return what lets the weights of models on a device rest in files, for the streamer.
+    """Return what lets the weights of models on a device rest, for the streamer.
 
     Those of at least ``floor_bytes`` rest that are contiguous real floats and have a storage of their
     own. It raises ConfigError if a large one is on another device.
 
     Args:
         device: The session's, with its index.
-        files: Where the homes are made.
+        places: Where the homes are made.
         floor_bytes: Least size of a weight that rests.
+        keep: Called with the homes; lets those rest in host memory that have rested elsewhere before.
     """
 
     def rest(model: Module, check: Callable[[list[tuple[int, str]]], None]) -> list[Home]:
         _check_devices(model, device, floor_bytes)
-        return rest_weights(
+        homes = rest_weights(
             model,
             check,
-            files=files,
+            places=places,
             floor_bytes=floor_bytes,
             kind=DeviceHome,
             gathered_kind=GatheredDeviceHome,
             is_able=can_rest,
         )
+        keep(homes)
+        return homes
 
     return rest
 
@@ -232,8 +282,8 @@ def _check_devices(model: Module, device: torch.device, floor_bytes: int) -> Non
     for name, parameter in model.named_parameters():
         if parameter.nbytes >= floor_bytes and parameter.device != device:
             raise ConfigError(
-                f"weights='flash' is for a model on one device, here {device}, and parameter {name} is on"
-                f" {parameter.device}"
+                f"weights that rest elsewhere need a model on one device, here {device}, and parameter"
+                f" {name} is on {parameter.device}"
             )
 
 

@@ -201,6 +201,11 @@ class Home:
         return self.resting
 
     @property
+    def is_in_memory(self) -> bool:
+        """True if the values rest in host memory, and not in a file."""
+        return self.tier.spec.kind == "host"
+
+    @property
     def directory(self) -> str:
         """See :class:`penstock.homed.HomedWeight`."""
         file, _, _ = next(iter(self.place.ranges(1)))
@@ -473,6 +478,29 @@ def _nobody() -> None:
     return None
 
 
+class WeightPlaces(Protocol):
+    """Places in which the weights of models get their homes.
+
+    Attributes:
+        left: Names of parameters that stay in memory, as the user was told.
+    """
+
+    left: MutableMapping[Parameter, str]
+
+    @property
+    def files(self) -> WeightFiles | None:
+        """The files; None: no weight rests in one."""
+
+    @property
+    def room(self) -> ReservedTier | None:
+        """Tier of another place, if a weight needs one; None: there is none."""
+
+    def move_in(
+        self, parameters: Sequence[tuple[str, Parameter]], kind: HomeMaker | None = None
+    ) -> list[Home]:
+        """See :meth:`WeightFiles.move_in`."""
+
+
 class WeightFiles:
     """Files in which homes lie, in one directory or several, without names. Not thread-safe.
 
@@ -502,6 +530,16 @@ class WeightFiles:
         self._slab: tuple[DirectFile, ...] = ()
         self._slab_bytes = 0
         self._cut_bytes = 0
+
+    @property
+    def files(self) -> WeightFiles:
+        """These files."""
+        return self
+
+    @property
+    def room(self) -> ReservedTier:
+        """Their tier."""
+        return self.tier
 
     def check_room(self, lengths: Sequence[int]) -> None:
         """Raise NoSpaceError if the directories have no room for places that are to be cut.
@@ -592,7 +630,7 @@ class WeightFiles:
                     assert block is not None, "the window leaves half of the arena"
                     home = (kind or Home)(name, parameter, self.tier, place)
                     homes.append(home)
-                    _copy_out(local, memory_at(block.address, local.nbytes))
+                    copy_out(local, memory_at(block.address, local.nbytes))
                     home.written_from(block.address, block)
                     window.add((home, block), home.ticket.written, nbytes)
         except BaseException:
@@ -611,7 +649,7 @@ def _not_moved_in(item: tuple[Home, Block], error: Exception) -> None:
     raise named_failure(error, item[0].name, advice, "write")
 
 
-def _copy_out(parameter: Tensor, target: NDArray[np.uint8]) -> None:
+def copy_out(parameter: Tensor, target: NDArray[np.uint8]) -> None:
     """Copy the bytes of a dense parameter to host memory; they are there on return."""
     if parameter.device.type == "cpu":
         target[:] = flat_bytes(parameter)

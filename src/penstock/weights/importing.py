@@ -106,20 +106,25 @@ def load(
     _load(model, open_source(source), places, floor_bytes=floor_bytes, in_place=in_place)
 
 
-def load_dispatched(model: Module, places: WeightFiles, *, floor_bytes: int) -> None:
+def load_dispatched(model: Module, places: WeightFiles | None, *, floor_bytes: int) -> None:
     """Take over a model whose weights accelerate has offloaded to disk, if it is one.
 
     Parameters that are not trained rest in accelerate's files; the others are copied.
 
     Args:
         model: The model.
-        places: Where others get their homes.
+        places: Where others get their homes; None: such a model is refused.
         floor_bytes: Least size of a parameter that gets a home.
 
     Raises:
         ConfigError, DamagedError, MismatchError, NoSpaceError, TransferError: As ``load``.
     """
     if is_dispatched(model):
+        if places is None:
+            raise ConfigError(
+                "accelerate has offloaded this model to disk, from where weights='host' brings none: set"
+                " weights='flash', and name a directory"
+            )
         _load(model, files_of(model), places, floor_bytes=floor_bytes, in_place=True)
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from penstock.core.errors import ChecksumError, NoSpaceError, TransferError
+from penstock.core.errors import ChecksumError, ConfigError, NoSpaceError, TransferError
 from penstock.core.units import MIB, round_down, round_up
 from penstock.io.engine import Transfer
 from penstock.io.files import DirectFile, open_path
@@ -270,6 +270,13 @@ class SourceHome(Home):
             transfer = Transfer(self.nbytes)
             if not self._differs(memory_at(address, self.nbytes)):
                 transfer.settle()
+                return transfer
+            if self.room is None:
+                transfer.settle(
+                    ConfigError(
+                        f"weight {self.name} was changed, and no directory was named for it"
+                    )
+                )
                 return transfer
             try:
                 place = self.reserve(self.nbytes)

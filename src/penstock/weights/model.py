@@ -1,4 +1,4 @@
-"""Which weights of a model rest on flash."""
+"""Which weights of a model rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.core.units import format_bytes
 from penstock.homed import home_of, is_sharded, local_of, paused_holders, use_count
 from penstock.store.base import Place, Tier
 from penstock.weights.fsdp import Gathered, GatheredHome, GatheredWeights, is_whole
-from penstock.weights.homes import Home, WeightFiles, is_dense
+from penstock.weights.homes import Home, WeightPlaces, is_dense
 from penstock.weights.importing import load_dispatched
 
 _NAMED: Final = 3
@@ -25,13 +25,13 @@ def rest_weights(
     model: Module,
     check: Callable[[list[tuple[int, str]]], None],
     *,
-    files: WeightFiles,
+    places: WeightPlaces,
     floor_bytes: int,
     kind: type[Home] = Home,
     gathered_kind: type[Gathered] | None = GatheredHome,
     is_able: Callable[[Parameter], bool] | None = None,
 ) -> list[Home]:
-    """Let the large weights of a model rest in files, and return their homes.
+    """Let the large weights of a model rest, and return their homes.
 
     Weights that already have a home, as of a model that was built on flash, keep it. Weights below
     ``floor_bytes`` stay in memory, and so does what shares its storage with other tensors. A model that
@@ -41,7 +41,7 @@ def rest_weights(
     Args:
         model: Its parameters are on the CPU, or where ``is_able`` says.
         check: Called with length and name of each, before any is moved.
-        files: Where the homes are made.
+        places: Where the homes are made.
         floor_bytes: Least size of a weight that rests.
         kind: Class of the homes.
         gathered_kind: Class of the homes of what FSDP2 spreads over ranks; None: DTensors are an error.
@@ -49,10 +49,10 @@ def rest_weights(
 
     Raises:
         ConfigError: A parameter is on another device, or is spread over ranks in a way that cannot be.
-        NoSpaceError: The directories have no room; nothing was moved.
+        NoSpaceError: The places have no room; nothing was moved.
         TransferError: A weight could not be written; it and those after it are still in memory.
     """
-    load_dispatched(model, files, floor_bytes=floor_bytes)
+    load_dispatched(model, places.files, floor_bytes=floor_bytes)
     shared: list[tuple[str, Parameter]] = []
     gathered = GatheredWeights(model, gathered_kind)
     found = list(_large(model, floor_bytes, shared, is_able, gathered))
@@ -64,16 +64,16 @@ def rest_weights(
         def make(name: str, parameter: Parameter, tier: Tier, place: Place) -> Home:
             return gathered.makers.get(id(parameter), kind)(name, parameter, tier, place)
 
-        moved = {home.name: home for home in files.move_in(new, make)}
+        moved = {home.name: home for home in places.move_in(new, make)}
     ordered = [moved.get(name) or cast(Home, homes[name]) for name, _ in found]
     for (name, _), home in zip(found, ordered, strict=True):
         if home.keeper is None:
             home.rename(name)
         if home.room is None:
-            home.room = files.tier
-    shared = [(name, parameter) for name, parameter in shared if parameter not in files.left]
+            home.room = places.room
+    shared = [(name, parameter) for name, parameter in shared if parameter not in places.left]
     if shared:
-        files.left.update((parameter, name) for name, parameter in shared)
+        places.left.update((parameter, name) for name, parameter in shared)
         _warn_of(shared)
     return ordered
 

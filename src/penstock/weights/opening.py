@@ -1,4 +1,4 @@
-"""Opening for a session that lets the weights of its model rest on flash."""
+"""Opening for a session whose weights rest on flash or in host memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_weights(config: OffloadConfig, account: Account) -> WeightStreamer:
     """
     files = WeightFiles(config.directories)
     return WeightStreamer(
-        partial(rest_weights, files=files, floor_bytes=config.floor_bytes),
+        partial(rest_weights, places=files, floor_bytes=config.floor_bytes),
         account=account,
         memory=HostMemory(account),
     )
@@ -52,18 +52,21 @@ def open_device_weights(
     """
     from penstock.runtime.cuda.direct import DirectMover  # noqa: PLC0415  (not without a device)
     from penstock.weights.device import DeviceMemory, resting_on  # noqa: PLC0415
+    from penstock.weights.host_places import HostPlaces  # noqa: PLC0415
 
     if isinstance(mover, DirectMover):
         raise ConfigError(
-            "weights='flash' brings weights to a device through host memory, and this session has none as"
-            " flash is GPU-direct: set PENSTOCK_GPU_DIRECT=off"
+            f"weights={config.weights!r} brings weights to a device through host memory, and this session"
+            " has none as flash is GPU-direct: set PENSTOCK_GPU_DIRECT=off"
         )
-    files, relocation = WeightFiles(config.directories), None
-    rest = resting_on(device, files, config.floor_bytes)
+    cuda = cast("CudaMover", mover)
+    files = WeightFiles(config.directories) if config.weights == "flash" else None
+    places, relocation = HostPlaces(cuda, files), None
+    rest = resting_on(device, places, config.floor_bytes, places.keep)
     if config.device is not None:
         from penstock.weights.relocation import Relocation  # noqa: PLC0415  (few runs need it)
 
-        relocation = Relocation(device, files, config.floor_bytes)
+        relocation = Relocation(device, places, config.floor_bytes)
         rest = relocation.rest
-    memory = DeviceMemory(cast("CudaMover", mover), account, device)
+    memory = DeviceMemory(cuda, account, device)
     return WeightStreamer(rest, account=account, memory=memory), relocation

@@ -1,7 +1,8 @@
 """Models on the host that a session works with on a device, where they need not fit.
 
 [Note: a model that is elsewhere for a session]
-    Each large weight keeps its place in a file. What changes is the parameter's memory at rest: on the
+    Each large weight keeps its place in a file, or in its own memory, or rests in pinned memory for the
+    time (:mod:`.host_places`). What changes is the parameter's memory at rest: on the
     host the mapping of that place, on the device one NaN (:mod:`.device`). The rest of the model, small
     weights and buffers, is copied to the device, and back when the session is closed. Then every weight
     is written home and rests on the host again. Parameters are the same objects all the time.
@@ -10,7 +11,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, cast
 
@@ -19,11 +20,15 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.homed import home_of, paused_holders, settle
 from penstock.io.engine import Transfer
+from penstock.store.base import Tier
+from penstock.store.checksums import Sum
+from penstock.store.host import MemoryPlace
 from penstock.weights.device import DTYPES, DeviceHome, can_rest
-from penstock.weights.homes import Home, WeightFiles
+from penstock.weights.homes import Home, show
+from penstock.weights.host_places import HostPlaces, OwnMemoryHome
 from penstock.weights.model import rest_weights
 
 CheckSizes = Callable[[list[tuple[int, str]]], None]
@@ -33,11 +38,11 @@ class RelocatedHome(DeviceHome):
     """Home on a device of a parameter that rests on the host outside of the session.
 
     Attributes:
-        host: The home there, which has the same place.
+        host: The home there, which has the same place, unless that is pinned memory.
     """
 
     returns: ClassVar[bool] = True
-    __slots__ = ("_device", "_left", "host")
+    __slots__ = ("_device", "_is_newer", "_left", "host")
 
     def __init__(
         self, host: Home, device: torch.device, left: MutableMapping[Parameter, torch.device]
@@ -54,6 +59,7 @@ class RelocatedHome(DeviceHome):
         self.host = host
         self._device = device
         self._left = left
+        self._is_newer = False
         host.settle(though_shared=True)
         super().__init__(host.name, parameter, host.tier, host.place)
         self.tier.discard(self.ticket)  # the claim is that of the other home
@@ -64,9 +70,35 @@ class RelocatedHome(DeviceHome):
 
     @property
     def values(self) -> Tensor:
-        """See :class:`Home`: those of the home on the host."""
+        """See :class:`Home`: those of the home on the host, unless they are in pinned memory."""
+        if self.is_kept:
+            return super().values
         self.host.random()
         return self.host.values
+
+    @property
+    def is_kept(self) -> bool:
+        """True if the values rest in pinned memory, and not where the home on the host has its place."""
+        return self.place is not self.host.place
+
+    @property
+    def directory(self) -> str:
+        """See :class:`penstock.homed.HomedWeight`."""
+        return self.host.directory
+
+    def keep(self, tier: Tier, place: MemoryPlace) -> None:
+        """See :class:`DeviceHome`; memory of the parameter's own is free then."""
+        super().keep(tier, place)
+        if isinstance(self.host, OwnMemoryHome):
+            self.host.drop()
+
+    def _give_up_claim(self) -> None:
+        return  # it is the other home's
+
+    def filled(self, checksum: Sum | None) -> None:
+        """See :class:`Home`."""
+        self._is_newer = True
+        super().filled(checksum)
 
     def read_failure(self, error: BaseException) -> BaseException:
         """See :class:`Home`."""
@@ -87,27 +119,46 @@ class RelocatedHome(DeviceHome):
         return transfer
 
     def give_back(self) -> None:
-        """Let the parameter rest on the host, with what is in the file."""
+        """Let the parameter rest on the host, or be an ordinary one there if it cannot be written."""
         parameter = self.parameter
-        if parameter is not None:
-            settle(parameter, self.host)
-            with _gradient_on(parameter, self.host.resting.device):
+        if parameter is None:
+            return
+        with _gradient_on(parameter, self.host.resting.device):
+            if self._return_values():
+                settle(parameter, self.host)
                 self.host.rest()
+            else:
+                with torch.inference_mode(False):
+                    values = self.values.clone()
+                show(parameter, values, self.kinds.ordinary)
+                self.host.leave()
+
+    def _return_values(self) -> bool:
+        """Let the home on the host have the values; return whether it has."""
+        host = self.host
+        if self.is_kept and isinstance(host, OwnMemoryHome):
+            host.refill(self.values)
+        elif self.is_kept and self._is_newer:
+            try:
+                host.written_from(self.place.address, self.place.memory).wait()
+            except PenstockError:
+                return False
+        return True
 
 
 class Relocation:
     """Lets the weights of models on the host rest for a device, and gives the models back."""
 
-    def __init__(self, device: torch.device, files: WeightFiles, floor_bytes: int) -> None:
+    def __init__(self, device: torch.device, places: HostPlaces, floor_bytes: int) -> None:
         """Relocate nothing yet.
 
         Args:
             device: The session's, with its index.
-            files: Where homes of weights are made that have none.
+            places: Where homes of weights are made that have none.
             floor_bytes: Least size of a weight that rests.
         """
         self._device = device
-        self._files = files
+        self._places = places
         self._floor_bytes = floor_bytes
         self._parameters: MutableMapping[Parameter, torch.device] = (
             WeakIdKeyDictionary()
@@ -121,10 +172,16 @@ class Relocation:
             ConfigError: A parameter is on another device.
         """
         self._check(model)
+        if (
+            self._places.files is None
+        ):  # what was changed, and has no other place, goes to memory first
+            for home in map(home_of, model.parameters()):
+                if isinstance(home, Home):
+                    home.settle(though_shared=True)
         found = rest_weights(
             model,
             check,
-            files=self._files,
+            places=self._places,
             floor_bytes=self._floor_bytes,
             gathered_kind=None,
             is_able=lambda each: each.device.type == "cpu" and can_rest(each),
@@ -132,12 +189,18 @@ class Relocation:
         homes: list[Home] = []
         try:
             with paused_holders():
-                homes += [self._relocated(home) for home in found if home.layout.dtype in DTYPES]
+                for home in found:
+                    if home.layout.dtype in DTYPES:
+                        homes.append(self._relocated(home))  # noqa: PERF401  (undone below)
+                self._keep(homes)
                 self._copy(model)
         except BaseException:
             for home in homes:
                 if isinstance(home, RelocatedHome):
                     home.give_back()
+            for host in found:
+                if isinstance(host, OwnMemoryHome):
+                    host.leave()
             self.give_back()
             raise
         return homes + self._rest_here(model, check)
@@ -152,11 +215,22 @@ class Relocation:
             made.rest()
         return made
 
+    def _keep(self, homes: Sequence[Home]) -> None:
+        """Let weights rest in pinned memory, as far as there is room."""
+        others = []
+        for home in homes:
+            own = home.host if isinstance(home, RelocatedHome) else None
+            if not isinstance(own, OwnMemoryHome):
+                others.append(home)
+            elif own.pinned is not None and home.keeper is None:
+                cast("RelocatedHome", home).keep(self._places.tier, own.pinned)
+        self._places.keep(others)
+
     def _check(self, model: Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter.device not in (self._device, torch.device("cpu"), torch.device("meta")):
                 raise ConfigError(
-                    f"weights='flash' with device={str(self._device)!r} is for a model on the host or"
+                    f"device={str(self._device)!r} is for a model on the host or"
                     f" there, and parameter {name} is on {parameter.device}"
                 )
 
@@ -175,7 +249,7 @@ class Relocation:
         return rest_weights(
             model,
             check,
-            files=self._files,
+            places=self._places,
             floor_bytes=self._floor_bytes,
             kind=DeviceHome,
             is_able=lambda each: any(each is one for one in own) and can_rest(each),

@@ -245,7 +245,7 @@ class WeightTable:
         """Raise ClosedError in a forked child: transfers, their threads and locks are the parent's."""
         if self.guard.in_child:
             raise self.guard.error(
-                f"weight {home.name}, which rests on flash,", "give the child a copy of the model"
+                f"weight {home.name}, which has a home,", "give the child a copy of the model"
             )
 
     def stay_of(self, parameter: Parameter) -> Stay | None:

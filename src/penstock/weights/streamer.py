@@ -318,7 +318,7 @@ class WeightStreamer:
 
     def note(self) -> str:
         """Return a sentence for the summary."""
-        text = f"weights of {format_bytes(self._table.total_bytes)} rest on flash"
+        text = self._places()
         if self._is_replicated:
             text += (
                 "; each rank reads all of them, as DistributedDataParallel has all on each: with FSDP2"
@@ -351,6 +351,17 @@ class WeightStreamer:
             text += f"; their limit was exceeded {self.forced} times, as all in memory was in use"
             text += f": {self._compiled_whole}" if self._compiled_whole else ""
         return text
+
+    def _places(self) -> str:
+        """Return where the weights rest."""
+        total = self._table.total_bytes
+        here = sum(stay.home.nbytes for stay in self._table.stays if stay.home.is_in_memory)
+        text = f"weights of {format_bytes(total)} rest"
+        if not here:
+            return f"{text} on flash"
+        if here == total:
+            return f"{text} in host memory"
+        return f"{text}, {format_bytes(here)} of them in host memory, the others on flash"
 
     def end_step(self) -> None:
         """End a step of training: the order of its uses is what the next one is expected to have."""

@@ -2,8 +2,10 @@
 
 [Note: host memory on CUDA]
     Everything between a device and flash is staged in pinned host memory, so with ``host_memory=0``
-    there is no way out. Up to 512 MiB all of it is for staging; of more, half is, up to 16 GiB, and
-    the rest is the host tier. Without flash, or if flash is GPU-direct, all of it is the host tier, and
+    there is no way out; so is what a model on the host has in memory of its own, whose weights a device
+    works with. Up to 512 MiB all of it is for staging; of more, half is, up to 16 GiB, and
+    the rest is the host tier. With weights='host', which rest in the host tier, half of any is for
+    staging, up to 512 MiB. Without flash, or if flash is GPU-direct, all of it is the host tier, and
     there may be none. It is taken, touched and pinned when the session is opened, and given back as a
     whole: when it is closed, and while the job is suspended.
 """
@@ -132,7 +134,8 @@ class Accelerator:
                     nbytes, link=self.link, device=self._device, budget=host, name=name
                 )
             tier, staging = slabs.get("host tier"), slabs.get("staging")
-            self.staging_bytes = 0 if staging is None else staging.capacity_bytes
+            if flash is not None and staging is not None:
+                self.staging_bytes = staging.capacity_bytes
             self._mover = (DirectMover if direct else CudaMover)(
                 device=self._device,
                 budget=self._budget,
@@ -186,14 +189,18 @@ def _host_parts(config: OffloadConfig, *, staged: bool = True) -> dict[str, int]
             f"host_memory is {format_bytes(total)} ({total} bytes), but this machine has"
             f" {format_bytes(physical)}, and on CUDA all of host_memory is taken at once; lower it"
         )
-    if not config.directories or not staged:
+    stages_weights = config.weights == "host" and config.device is not None
+    if not (config.directories and staged) and not stages_weights:
         return {"host tier": total} if total else {}
     if total < LEAST_STAGING_BYTES:
         raise ConfigError(
-            f"host_memory is {total} bytes: on CUDA all that goes to flash passes through it; give at"
-            f" least {format_bytes(LEAST_STAGING_BYTES)}, and better some times the largest tensor"
+            f"host_memory is {total} bytes: on CUDA all that goes to flash, or to memory of the model's"
+            f" own, passes through it; give at least {format_bytes(LEAST_STAGING_BYTES)}, and better some"
+            " times the largest tensor"
         )
-    if total <= ALL_STAGING_BYTES:
+    is_tier_first = config.weights == "host"
+    if total <= (2 * LEAST_STAGING_BYTES - 1 if is_tier_first else ALL_STAGING_BYTES):
         return {"staging": total}
-    staging = min(round_down(total // 2, HUGE_PAGE_BYTES), MOST_STAGING_BYTES)
+    most = ALL_STAGING_BYTES if is_tier_first else MOST_STAGING_BYTES
+    staging = min(round_down(total // 2, HUGE_PAGE_BYTES), most)
     return {"staging": staging, "host tier": total - staging}

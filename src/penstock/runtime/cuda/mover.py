@@ -63,13 +63,14 @@ from penstock.runtime.cuda.inbound import Inbound
 from penstock.runtime.cuda.lanes import Copy, CopyLanes, StartThread, start_daemon
 from penstock.runtime.cuda.link import CudaLink, Event, device_time
 from penstock.runtime.cuda.outbound import Outbound
-from penstock.runtime.cuda.pinned import Slab
+from penstock.runtime.cuda.pinned import PinnedBlock, Slab
 from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill
 from penstock.runtime.movers import RESTORED, Mover
 from penstock.runtime.storage import Encoding
 from penstock.store.account import Account
 from penstock.store.base import Tier
+from penstock.store.host import MemoryPlace
 
 PROBE_BYTES: Final = 64 * MIB
 LEAST_PROBE_BYTES: Final = MIB
@@ -113,6 +114,7 @@ class CudaMover(Mover):
         self._guard = fork_guard()
         self._closed = False
         self._link = link
+        self._host = host
         self._slabs = [slab for slab in (host, staging) if slab is not None]
         self._lock = Lock()
         self._table = StreamTable(link, self._lock)
@@ -176,6 +178,39 @@ class CudaMover(Mover):
             Settled when that transfer is, with its error, or that of the copy.
         """
         return self._out.write_through(storage, label, self._leave(storage, label), begin)
+
+    def overwrite(
+        self, storage: torch.UntypedStorage, label: str, tier: Tier, buffer: PinnedBlock
+    ) -> Transfer:
+        """Begin to copy ``storage`` to pinned memory in which its bytes rest; returns at once.
+
+        As ``write_through``, but the transfer is settled when the copy has ended.
+
+        Args:
+            storage: On a device.
+            label: Name of it in messages.
+            tier: Under whose name the copy is recorded.
+            buffer: The memory, as of ``lend_pinned``, which the caller keeps alive.
+        """
+        return self._out.overwrite(storage, tier, label, self._leave(storage, label), buffer)
+
+    def lend_pinned(self, nbytes: int) -> MemoryPlace | None:
+        """Return pinned memory of the host tier in which something rests; None if it has no room."""
+        return None if self._host is None else self._host.lend(nbytes)
+
+    def is_pinned(self, buffer: PinnedBlock) -> bool:
+        """Return whether pinned memory that was lent is this mover's."""
+        return buffer.slab is self._host
+
+    @property
+    def free_pinned_bytes(self) -> int:
+        """Bytes of the host tier that are free now."""
+        return 0 if self._host is None else self._host.capacity_bytes - self._host.used_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the host tier that were lent."""
+        return 0 if self._host is None else self._host.lent_bytes
 
     def fence(
         self,

@@ -109,6 +109,28 @@ class Outbound:
             begin_copy(buffer)
         return passage.written
 
+    def overwrite(
+        self,
+        storage: torch.UntypedStorage,
+        tier: Tier,
+        label: str,
+        after: tuple[Event, ...],
+        buffer: PinnedBlock,
+    ) -> Transfer:
+        """Begin to copy a storage to a buffer in which its bytes rest: see the mover."""
+        written = Transfer(storage.nbytes())
+        landed = partial(self._overwritten, written, buffer)
+        copy = Copy(storage, storage.nbytes(), after, label, tier.spec.name, landed)
+        copy.address = buffer.address
+        buffer.slab.join(buffer)
+        self._lanes.get(storage.device, "out").submit(copy)
+        return written
+
+    def _overwritten(self, written: Transfer, buffer: PinnedBlock, copy: Copy) -> None:
+        """In the lane's thread."""
+        buffer.slab.leave(buffer)
+        written.settle(copy.error)
+
     def _begin_passage(
         self, passage: _Passage, copy: Copy, nbytes: int, buffer: PinnedBlock | None
     ) -> None:

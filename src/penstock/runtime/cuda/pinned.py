@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Final
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.core.locks import condition
+from penstock.core.locks import condition, defer
 from penstock.core.units import format_bytes
 from penstock.io import numa
 from penstock.io.engine import Priority
@@ -27,6 +28,7 @@ from penstock.runtime.cuda.lanes import StartThread, start_daemon
 from penstock.runtime.cuda.link import CudaLink
 from penstock.store.account import Account
 from penstock.store.arena import Arena, lone_block
+from penstock.store.host import MemoryPlace
 from penstock.store.pool import Block
 
 _priority_of: Final = attrgetter("priority")
@@ -51,6 +53,8 @@ class PinnedBlock:
     """Transfers that touch it; with a new buffer one has begun."""
     wanted: bool = True
     """True if its bytes are needed when no transfer touches it; else it is freed then."""
+    memory: object = None
+    """Of memory that was lent its owner, so that transfers hold it."""
 
     @property
     def address(self) -> int:
@@ -114,6 +118,7 @@ class Slab:
         self._queue: list[Waiting] = []  # by priority, then by age
         self._buffers: set[PinnedBlock] = set()
         self._moving = 0
+        self._lent_bytes = 0
         self._resting = False
         self._start_thread: StartThread | None = start_thread
         self._stopping = False
@@ -180,7 +185,32 @@ class Slab:
                 insort(self._queue, waiting, key=_priority_of)
                 self._wake.notify_all()
 
+    def lend(self, nbytes: int) -> MemoryPlace | None:
+        """Return memory in which something rests, until nobody refers to it; None if there is no room.
+
+        Nothing moves there before ``join``. After ``close`` it stays, but is not pinned any more.
+        """
+        with self._wake:
+            if self._stopping or self._resting:
+                return None
+            block = self.arena.allocate(nbytes, wait=False)
+            if block is None:
+                return None
+            self._lent_bytes += block.nbytes
+        memory = block.lend(0, nbytes)
+        weakref.finalize(memory, defer, self._taken_back, block.nbytes).atexit = False
+        return MemoryPlace(memory, PinnedBlock(self, block, moving=0, memory=memory))
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of memory in which something rests that was lent."""
+        return self._lent_bytes
+
     # -- giving back ------------------------------------------------------------------------------
+
+    def _taken_back(self, nbytes: int) -> None:
+        with self._wake:
+            self._lent_bytes -= nbytes
 
     def join(self, buffer: PinnedBlock) -> None:
         """Note another transfer that touches the buffer."""
