@@ -141,6 +141,12 @@ EARLY = {
             " issued=lambda copy: ticket.written.settle(copy.error))",
             "        ticket.written.settle(copy.error)\n": "",
         },
+        ("Outbound.overwrite", "a weight is at home when its copy has been submitted"): {
+            'storage.device, "out").submit(copy)\n        return written': (
+                'storage.device, "out").submit(copy)\n        early = Transfer(nbytes)\n'
+                "        early.settle()\n        return early"
+            )
+        },
     },
     "runtime/cuda/pinned.py": {
         ("Slab._free_unneeded", "a buffer is free while transfers touch it"): {
@@ -150,6 +156,9 @@ EARLY = {
             "Slab._free_unneeded",
             "a buffer is free when no transfer touches it, whatever it holds",
         ): {"not buffer.wanted and not buffer.moving": "not buffer.moving"},
+        ("Slab.lend", "copies do not hold memory that was lent"): {
+            "moving=0, memory=memory)": "moving=0)"
+        },
     },
     "runtime/cuda/inbound.py": {
         ("Inbound._issued", "who uses a target does not know of its copy"): {

@@ -629,12 +629,20 @@ def _taken_over(path: Path, device: str) -> Bits:
 
 def weights_on_flash(path: Path | None) -> Bits:
     """They rest; an optimizer changes them on a stream of its own, others after and in backward."""
+    return _weights_elsewhere(path, FLASH | {"weights": "flash"})
+
+
+def weights_on_host(path: Path | None) -> Bits:
+    """The same in host memory."""
+    return _weights_elsewhere(path, HOST | {"weights": "host"})
+
+
+def _weights_elsewhere(path: Path | None, settings: dict[str, Any]) -> Bits:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)]
     model = nn.Sequential(*layers).to("cuda")
-    settings = FLASH | {
+    settings = settings | {
         "policy": "all",
-        "weights": "flash",
         "weights_memory": 3 * layers[0].weight.nbytes,
         "floor": layers[0].weight.nbytes,
     }
@@ -784,6 +792,7 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     optimizer_in_backward,
     optimizer_taken_over,
     weights_on_flash,
+    weights_on_host,
     checkpoints,
     suspended,
     a_capture,

@@ -118,9 +118,10 @@ class Outbound:
         buffer: PinnedBlock,
     ) -> Transfer:
         """Begin to copy a storage to a buffer in which its bytes rest: see the mover."""
-        written = Transfer(storage.nbytes())
-        landed = partial(self._overwritten, written, buffer)
-        copy = Copy(storage, storage.nbytes(), after, label, tier.spec.name, landed)
+        nbytes = storage.nbytes()
+        written = Transfer(nbytes)
+        overwritten = partial(self._overwritten, written, buffer)
+        copy = Copy(storage, nbytes, after, label, tier.spec.name, overwritten)
         copy.address = buffer.address
         buffer.slab.join(buffer)
         self._lanes.get(storage.device, "out").submit(copy)
