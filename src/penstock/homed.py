@@ -54,6 +54,10 @@ class HomedWeight(Protocol):
         """True if its home has an address; else it can only be worked with where it is brought."""
 
     @property
+    def is_in_memory(self) -> bool:
+        """True if the values rest in host memory, and not in a file."""
+
+    @property
     def directory(self) -> str:
         """The directory of its home; ``""`` if that is in host memory."""
 

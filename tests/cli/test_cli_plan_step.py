@@ -273,6 +273,7 @@ def test_too_little_flash_is_refused_with_the_largest_model(capsys):
         (["--batch", "2", "--tokens", "64", "--weights", "flash"], "both are given"),
         (["--batch", "0", "--weights", "flash"], "--batch is 0"),
         (["--tokens", "0", "--weights", "flash"], "--tokens is 0"),
+        (["--batch", "2", "--weights", "host"], "--weights host is for a GPU"),
         (["--batch", "2", "--memory", "1GiB"], "--memory needs --weights flash"),
         (["--batch", "2", "--format", "int8"], "--format needs --weights flash"),
         (["--batch", "2", "--forward-only"], "--forward-only needs --weights flash"),
@@ -297,6 +298,34 @@ def test_too_little_flash_is_refused_with_the_largest_model(capsys):
 )
 def test_options_that_make_no_sense_are_refused(capsys, words, match):
     assert match in refused(capsys, 2, *TINY, *words)
+
+
+GPU = [*TINY[:-1], "h200", "--batch", "2", "--optimizer", "adam", "--weights-memory", "8MiB"]
+
+
+def test_on_a_gpu_weights_rest_in_host_memory(capsys):
+    """All of them, or as many as fit in what is given; else none, and each machine has much of it."""
+
+    def planned(*words):
+        step = told(capsys, *GPU, *words)["step"]
+        moved = step["moved"]
+        return step["host_weight_bytes"], moved["host_read"], moved["weights_read"], step
+
+    everything, linked, flashed, step = planned("--weights", "host")
+    assert linked > 0 == flashed
+    least = planned("--weights", "flash")
+    assert least[:3] == (0, 0, linked)
+    assert step["disk_bytes"] <= least[3]["disk_bytes"] - everything
+    part, *both, _ = planned("--weights", "flash", "--host-memory", everything // 2)
+    assert 0 < part <= everything // 2
+    assert min(both) > 0
+    assert sum(both) == linked
+    message = refused(capsys, 1, *GPU, "--weights", "host", "--host-memory", everything // 2)
+    assert f"weights take {everything} bytes" in message
+    assert main(["plan", *GPU, "--weights", "host"]) == 0
+    told_so = " ".join(capsys.readouterr().out.split())
+    assert "of weights in host memory" in told_so
+    assert "weights, of host memory" in told_so
 
 
 def test_images_have_no_tokens_and_a_profile_has_no_weights(capsys, tmp_path):

@@ -1,5 +1,7 @@
 """Weights on flash and saved tensors share what the program leaves of a device's memory."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 from gpu_runs import little_memory
@@ -9,6 +11,7 @@ import penstock
 from penstock import ConfigError
 from penstock.core.units import MIB
 from penstock.homed import home_of
+from penstock.hooks.module_weights import ParameterOwners, named_modules
 from weights_rig import Chain, built, flash_adamw, inputs, train_step
 
 pytestmark = pytest.mark.gpu
@@ -84,6 +87,9 @@ def test_a_limit_is_found_beside_other_settings(disk_path, settings):
     with penstock.offload(model, **settings) as session:
         assert trained(model, disk_path, width=512) == expected
         saved, weights, memory = session.budget, session._weights, session.budget.parent
+        owners = ParameterOwners(named_modules(session.modules))
+        planned = owners.weights([], defaultdict(list), {})  # for the division of memory
+        assert {one.on_host for one in planned} == {settings["weights"] == "host"}
         assert weights.forced == 0
         assert 0 < weights.account.peak_bytes <= weights.account.limit_bytes
         if "device_memory" in settings:

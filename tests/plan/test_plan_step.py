@@ -38,6 +38,7 @@ from penstock.plan.weights import (
     WeightsChoice,
     WeightUse,
     forward_only,
+    resting_on_host,
     share_of,
     spilled_gradients,
     step_bytes,
@@ -200,6 +201,35 @@ def test_a_frozen_base_is_read_twice_and_prefill_once():
     assert plan.hidden_factor * batch == pytest.approx(157, rel=0.02)
     assert plan.bounds.compute / 1e9 == pytest.approx(25, rel=0.01)
     assert plan.disk_bytes == 2 * each * layers
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_weights_in_host_memory_pass_the_link_and_not_flash(trained):
+    """Each is used twice, but the last of forward, and that of the step before, which stay."""
+    each, layers = 20 * MB, 32
+    machine = Machine("gpu", 1e9, 1e9, 0.0, 10e9, 10e9, flash_over_link=True)
+    weights = weights_of([each] * layers, trained=trained, records=4.0)
+    resting, left = resting_on_host(weights, sum(one.read_bytes for one in weights) + 7)
+    assert left == 7
+    found = planner(chain([1] * layers), resting, machine)
+    plan = found.plan(found.least.total)
+    moved, read_bytes = plan.replayed.moved, weights[0].read_bytes
+    assert moved.weights_read == moved.weights_written == 0
+    assert moved.host_read == (2 * layers - 2) * read_bytes
+    assert moved.host_written == layers * read_bytes * trained
+    assert plan.disk_bytes == moved.records_read == sum(one.state_bytes for one in weights)
+    if not trained:
+        assert plan.bounds.binds == "link"
+        assert plan.replayed.step_ns == pytest.approx(moved.host_read / 10, rel=0.01)
+    on_flash = planner(chain([1] * layers), weights, machine).plan(found.least.total)
+    assert on_flash.replayed.step_ns > 2 * plan.replayed.step_ns
+
+
+def test_those_that_fit_in_host_memory_are_spread_over_the_order():
+    weights = weights_of([2 * MB, MB // 2, 2 * MB, 2 * MB, 2 * MB])
+    found, left = resting_on_host(weights, 2 * weights[0].read_bytes + 7)
+    assert [one.on_host for one in found] == [False, False, True, False, True]
+    assert left == 7
 
 
 def test_decoding_a_token_takes_the_time_of_reading_all_weights():
@@ -555,6 +585,7 @@ def steps(draw):
         one if draw(st.booleans()) else replace(one, gradient=None, trained=0, trained_bytes=0)
         for one in weights_of(sizes, records=per)
     ]
+    weights = [replace(one, on_host=draw(st.booleans())) for one in weights]
     if count > 1 and draw(st.booleans()):  # a head that is tied to the first module
         tied = weights[0]
         uses = {*tied.uses, WeightUse(count - 1, count - 1, False), WeightUse(count, count, True)}

@@ -105,8 +105,10 @@ def parser() -> argparse.ArgumentParser:
         help="optimizer whose states are in device memory (default: sgd, which has none)",
     )  # fmt: skip
     made.add_argument(
-        "--weights", choices=("keep", "flash"), default="keep", help="flash: weights and the optimizer's"
-        " records rest on flash, and the plan covers the whole step with the update (default: keep)",
+        "--weights", choices=("keep", "flash", "host"), default="keep", help="flash: weights and the"
+        " optimizer's records rest on flash, and the plan covers the whole step with the update; those"
+        " weights rest in host memory that fit in a --host-memory that is given; host: on a GPU all of"
+        " them do (default: keep)",
     )  # fmt: skip
     made.add_argument(
         "--memory", metavar="SIZE", type=size, help="with --weights flash or --ranks: memory for weights,"
@@ -222,7 +224,7 @@ def execute(options: argparse.Namespace) -> int | Callable[[], int]:
         raise ConfigError(
             "plan needs NETWORK and --machine, or --script; `penstock plan --help` has examples"
         )
-    if options.weights == "flash" or options.ranks is not None:
+    if options.weights != "keep" or options.ranks is not None:
         return int(_of("plan_step").execute_step(options))
     _refuse_step_options(options)
     return int(_of("plan_policies").execute_policies(options))
@@ -231,8 +233,8 @@ def execute(options: argparse.Namespace) -> int | Callable[[], int]:
 def _refuse_limits(options: argparse.Namespace) -> None:
     """Refuse limits of parts of memory that nothing divides. Raises ConfigError."""
     for name in ("weights_memory", "saved_memory"):
-        if getattr(options, name) is not None and options.weights != "flash":
-            raise ConfigError(f"--{name.replace('_', '-')} needs --weights flash")
+        if getattr(options, name) is not None and options.weights == "keep":
+            raise ConfigError(f"--{name.replace('_', '-')} needs --weights flash or host")
 
 
 def _refuse_step_options(options: argparse.Namespace) -> None:

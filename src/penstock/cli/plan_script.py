@@ -119,7 +119,7 @@ def _check_values(options: argparse.Namespace) -> None:
 
 
 def _is_whole(options: argparse.Namespace) -> bool:
-    return options.weights == "flash" or options.ranks is not None
+    return options.weights != "keep" or options.ranks is not None
 
 
 def _option(name: str) -> str:

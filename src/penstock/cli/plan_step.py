@@ -1,4 +1,4 @@
-"""``penstock plan --weights flash`` and ``--ranks``: one whole training step, of one rank.
+"""``penstock plan --weights flash``, ``host``, and ``--ranks``: one whole training step, of one rank.
 
 Weights and optimizer records rest on flash, or with several ranks only the records, as far as memory
 does not hold them.
@@ -7,6 +7,7 @@ does not hold them.
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,7 @@ from penstock.plan.weights import (
     IN_STEP,
     ModuleWeights,
     forward_only,
+    resting_on_host,
     with_records,
 )
 from penstock.report.step_table import ChangedStep, changed_steps, ranks_line, whole_step
@@ -95,6 +97,8 @@ class StepRequest:
     """True if the optimizer is the script's own, which ``penstock run`` puts on flash as it is."""
     clips: bool = False
     """True if the script clips gradients itself, between backward and ``step()``."""
+    weights_on_host: bool | None = False
+    """True if all weights rest in host memory; None: as many as fit; False: none."""
 
     @cached_property
     def machine(self) -> Machine:
@@ -116,9 +120,33 @@ class StepRequest:
         """Unit of ``units``: ``"tokens"``, or ``"samples"`` if the inputs are no tokens."""
         return "tokens" if self.shapes.tokens else "samples"
 
-    @cached_property
+    @property
     def weights(self) -> tuple[ModuleWeights, ...]:
         """Weights with records of the optimizer's format; none for forward alone."""
+        return self._resting[0]
+
+    @cached_property
+    def _resting(self) -> tuple[tuple[ModuleWeights, ...], int]:
+        """Weights, of which some may rest in host memory, and the bytes that they leave of that."""
+        weights = self._all_weights()
+        if self.weights_on_host is False:
+            return weights, self.host_bytes
+        found, left = resting_on_host(weights, self.host_bytes)
+        needed = sum(one.read_bytes for one in found if one.can_rest)
+        if self.weights_on_host and not all(one.on_host for one in found if one.can_rest):
+            raise NoSpaceError(
+                errno=errno.ENOSPC,
+                op="plan of weights",
+                path="host memory",
+                offset_bytes=0,
+                nbytes=needed,
+                free_bytes=self.host_bytes,
+                advice=f"weights take {needed} bytes, and host memory has {self.host_bytes}: raise"
+                " --host-memory, or --weights flash, with which those that fit rest there",
+            )
+        return found, left
+
+    def _all_weights(self) -> tuple[ModuleWeights, ...]:
         divided = self.ranks.divide(self.shapes.weights)
         if self.forward_only:
             return forward_only(divided)
@@ -147,7 +175,7 @@ class StepRequest:
             policy=policies.get(self.policy),
             least_policy=policies.get("all") if auto else None,
             ring_bytes=self._ring_bytes if self.device == "cpu" else 0,
-            host_bytes=self.host_bytes,
+            host_bytes=self._resting[1],
             flash_bytes=self.flash_bytes,
             weights_stay=self.weights_stay,
             weights_bytes=self.weights_bytes,
@@ -333,6 +361,7 @@ def check_step(
         gradient_memory=None
         if options.gradient_memory is None
         else bytes_of(options, "gradient_memory", 0),
+        weights_on_host=_weights_on_host(options, device),
     )
 
 
@@ -340,6 +369,18 @@ def _update_of(options: argparse.Namespace, recorded: RecordedStep | None) -> st
     """Return when weights are updated, where no option says it."""
     is_script = recorded is not None and options.ranks in {None, 1}
     return IN_STEP if options.clip or is_script else IN_BACKWARD
+
+
+def _weights_on_host(options: argparse.Namespace, device: str) -> bool | None:
+    """Return a value of ``StepRequest.weights_on_host``. Raises ConfigError if they are there already."""
+    if options.weights != "host":
+        is_given = options.weights == "flash" and options.host_memory is not None
+        return None if is_given and device != "cpu" else False
+    if device == "cpu":
+        raise ConfigError(
+            "--weights host is for a GPU: on a CPU weights are in host memory already"
+        )
+    return True
 
 
 def _part(options: argparse.Namespace, name: str) -> int | None:
@@ -491,6 +532,9 @@ def text(
         f" format {request.format}{', updated in step()' if plan.in_step else ''}"
     )
     where = "in memory" if request.weights_stay else "on flash"
+    if plan.host_weight_bytes:
+        where = f"on flash, {format_bytes(plan.host_weight_bytes)} of them in host memory"
+        where = where if plan.home_bytes else "in host memory"
     head.append(
         f"{tokens} on {request.node.name}{ranks_line(request.ranks, request.machine)}"
         f"\n{format_bytes(plan.weight_bytes)} of weights {where}; {trained}"
@@ -577,6 +621,7 @@ def facts(plan: StepPlan, units: int, tbw_bytes: int | None, ranks: Ranks) -> di
         "least_bytes": plan.least_bytes,
         "parameters": plan.parameters,
         "weight_bytes": plan.weight_bytes,
+        "host_weight_bytes": plan.host_weight_bytes,
         "disk_bytes": plan.disk_bytes,
         "read_bytes": plan.read_bytes,
         "written_bytes": plan.written_bytes,

@@ -85,7 +85,13 @@ class ParameterOwners:
             small_bytes=sum(local_of(one).nbytes for one in parameters)
             - sum(local_of(one).nbytes for one in large),
             is_small=is_small,
+            on_host=all(_is_on_host(one) for one in large),
         )
+
+
+def _is_on_host(parameter: torch.nn.Parameter) -> bool:
+    home = home_of(parameter)
+    return home is not None and home.is_in_memory
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[str, int]:

@@ -153,8 +153,8 @@ class StepPlan:
     least_bytes: int
     """Least memory for this step."""
     disk_bytes: int
-    """Bytes on flash: all weights (unless they never leave memory), all records, and the most saved
-    tensors at once. With several ranks, those of one."""
+    """Bytes on flash: all weights (unless they never leave memory, or rest in host memory), all records,
+    and the most saved tensors at once. With several ranks, those of one."""
     parameters: int
     """Number of trained parameters, of all ranks together."""
     weights_stay: bool
@@ -163,6 +163,9 @@ class StepPlan:
     """True if ``step()`` updates weights, after backward."""
     weight_bytes: int
     """Bytes of all weights, of all ranks together."""
+    host_weight_bytes: int
+    """Bytes of those of one rank that rest in host memory; the next are of those that rest on flash."""
+    home_bytes: int
     bounds: StepBounds
     replayed: ReplayedStep
     hidden_factor: float | None
@@ -293,7 +296,8 @@ class StepPlanner:
                 saved tensors; None: ``policy``.
             ring_bytes: Memory of the buffers that weights and records pass through (``ENGINE_BYTES``, and
                 the optimizer's ring).
-            host_bytes: Host memory for saved tensors, beyond ``device_bytes``; 0 on a CPU.
+            host_bytes: Host memory for saved tensors, beyond ``device_bytes`` and the weights that rest
+                there; 0 on a CPU.
             flash_bytes: Room on flash for everything; None: as much as is needed.
             weights_stay: True if weights never leave memory; only records rest on flash.
             most_saved_bytes: Larger budgets of saved tensors are not tried, unless the least one is.
@@ -328,7 +332,9 @@ class StepPlanner:
         self._weights_stay = weights_stay
         self._weights_limit = weights_bytes
         self._saved_limit = saved_bytes
-        self.home_bytes = 0 if weights_stay else sum(one.read_bytes for one in weights)
+        has_host = any(one.on_host for one in weights)
+        on_flash = [one for one in weights if not (one.on_host or (has_host and not one.can_rest))]
+        self.home_bytes = 0 if weights_stay else sum(one.read_bytes for one in on_flash)
         self.record_bytes = sum(one.state_bytes for one in weights)
         self._room_bytes = self._check_room(flash_bytes)
         self._host_bytes = host_bytes
@@ -587,7 +593,8 @@ class StepPlanner:
     def _moved_bytes(self, one: _Candidate) -> tuple[int, int]:
         """Return the bytes that a candidate moves, and those of saved tensors in memory."""
         moved = step_bytes(self.weights, one.choice)
-        return moved.read + moved.written + 2 * one.saved.offloaded_bytes, one.memory.saved
+        weights = moved.read + moved.written + moved.host_read + moved.host_written
+        return weights + 2 * one.saved.offloaded_bytes, one.memory.saved
 
     def replay(self, one: _Candidate) -> ReplayedStep:
         """Replay a candidate; cached."""
@@ -654,12 +661,12 @@ class StepPlanner:
         begin, end = profile.axis_ns
         updates = sum(update_ns(one, machine) for one in self.weights)
         own = updates if profile.device == "cpu" else 0
-        link = (0, 0)
-        if machine.flash_over_link:
-            link = (
-                round(moved.read / machine.host_read_bytes_per_s * 1e9),
-                round(moved.written / machine.host_write_bytes_per_s * 1e9),
-            )
+        from_flash, to_flash = (moved.read, moved.written) if machine.flash_over_link else (0, 0)
+        linked_in, linked_out = moved.host_read + from_flash, moved.host_written + to_flash
+        link = (
+            round(linked_in / machine.host_read_bytes_per_s * 1e9) if linked_in else 0,
+            round(linked_out / machine.host_write_bytes_per_s * 1e9) if linked_out else 0,
+        )
         reads, writes = self._flash_ns(moved)
         return StepBounds(
             compute=end - begin + own,
@@ -711,6 +718,8 @@ class StepPlanner:
             weights_stay=self._weights_stay,
             in_step=any(w.is_updated_in_step for w in self.weights),
             weight_bytes=sum(w.nbytes + w.small_bytes for w in self.weights),
+            host_weight_bytes=sum(w.read_bytes for w in self.weights if w.on_host),
+            home_bytes=self.home_bytes,
             bounds=bounds,
             replayed=found,
             # flash is hidden: it always computes

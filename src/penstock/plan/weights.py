@@ -72,6 +72,8 @@ class ModuleWeights:
     """Bytes of parameters smaller than ``SMALL_BYTES`` beside larger ones: they stay in memory."""
     is_small: bool = False
     """True if all of its parameters are so small."""
+    on_host: bool = False
+    """True if they rest in host memory, so that they pass the link to a device alone, and not flash."""
     gathered_bytes: int = 0
     """Bytes that come from other ranks for each use; the next come while its gradient is reduced."""
     reduced_bytes: int = 0
@@ -148,6 +150,11 @@ class ModuleWeights:
         After each backward, except one that is followed by the update.
         """
         return len(self.backwards) - (not self.is_updated_in_step)
+
+    @property
+    def can_rest(self) -> bool:
+        """True if it is large enough not to be always in memory."""
+        return not self.is_small and self.nbytes >= SMALL_BYTES
 
     @property
     def loads(self) -> int:
@@ -329,6 +336,9 @@ class StepBytes:
     gradients_read: int = 0
     """Bytes of gradients that wait; the next are those that are written."""
     gradients_written: int = 0
+    host_read: int = 0
+    """Bytes of weights that come from host memory, over the link; the next go there."""
+    host_written: int = 0
 
     @property
     def read(self) -> int:
@@ -385,13 +395,17 @@ def step_bytes(weights: Iterable[ModuleWeights], choice: WeightsChoice) -> StepB
     """
     weights = tuple(weights)
     streamed = [one for one in weights if one.module not in choice.kept]
+    on_flash = [one for one in streamed if not one.on_host]
+    on_host = [one for one in streamed if one.on_host]
     states = sum(one.state_bytes for one in weights if one.module not in choice.cached)
     spilled = [one for one in weights if one.module in choice.spilled and one.gradient_writes]
     waiting = sum(one.gradient_writes * one.gradient_bytes for one in spilled)
     clipped = sum(one.gradient_bytes for one in spilled) if choice.clips else 0
     return StepBytes(
-        weights_read=sum(len(choice.loads_of(one)) * one.read_bytes for one in streamed),
-        weights_written=sum(one.written_bytes for one in streamed),
+        weights_read=_read_bytes(on_flash, choice),
+        weights_written=sum(one.written_bytes for one in on_flash),
+        host_read=_read_bytes(on_host, choice),
+        host_written=sum(one.written_bytes for one in on_host),
         records_read=states,
         records_written=states,
         network=sum(
@@ -412,10 +426,29 @@ def moved_in_step(weights: Iterable[ModuleWeights], choice: WeightsChoice) -> tu
         gradient = one.gradient_bytes * (one.module in choice.spilled)
         clipped = gradient * choice.clips
         loads = choice.loads_of(one)
-        comes = bool(loads) and loads[-1].first == one.uses[-1].first
+        comes = bool(loads) and loads[-1].first == one.uses[-1].first and not one.on_host
+        goes = one.module not in choice.kept and not one.on_host
         read += states + gradient + 2 * clipped + one.read_bytes * comes
-        written += states + clipped + one.written_bytes * (one.module not in choice.kept)
+        written += states + clipped + one.written_bytes * goes
     return read, written
+
+
+def _read_bytes(weights: Iterable[ModuleWeights], choice: WeightsChoice) -> int:
+    return sum(len(choice.loads_of(one)) * one.read_bytes for one in weights)
+
+
+def resting_on_host(
+    weights: Sequence[ModuleWeights], host_bytes: int
+) -> tuple[tuple[ModuleWeights, ...], int]:
+    """Let as many weights rest in host memory as fit, spread over all, as a session does.
+
+    Returns:
+        The weights, and the bytes of host memory that are left.
+    """
+    sizes = [(one.module, one.read_bytes) for one in weights if one.can_rest]
+    chosen = share_of(sizes, host_bytes / max(1, sum(nbytes for _, nbytes in sizes)))
+    left = host_bytes - sum(nbytes for module, nbytes in sizes if module in chosen)
+    return tuple(replace(one, on_host=one.module in chosen) for one in weights), left
 
 
 def share_of(

@@ -220,7 +220,9 @@ def _memory(plan: StepPlan) -> Table:
 
 def _traffic(plan: StepPlan) -> Table:
     moved, found = plan.replayed.moved, plan.replayed
-    title = "Flash and network in one step" if moved.network else "Flash in one step"
+    others = ["host memory"] if moved.host_read or moved.host_written else []
+    others += ["network"] if moved.network else []
+    title = " and ".join(["Flash", *others]) + " in one step"
     table = grid(title, ("", "read", "written"))
     for name, read, written in (
         ("weights", moved.weights_read, moved.weights_written),
@@ -231,6 +233,9 @@ def _traffic(plan: StepPlan) -> Table:
     ):
         if read or written or name == "in all":
             add_row(table, name, format_bytes(read), format_bytes(written))
+    if moved.host_read or moved.host_written:
+        name = "weights, of host memory"
+        add_row(table, name, format_bytes(moved.host_read), format_bytes(moved.host_written))
     if moved.network:
         add_row(table, "from other ranks", format_bytes(moved.network), "-")
     return table
@@ -242,8 +247,14 @@ def _disk(plan: StepPlan, flash_bytes: int | None, ranks: Ranks) -> str:
     rank = "" if ranks.count == 1 else f" by each rank, {format_bytes(node)} on each node"
     return (
         f"{format_bytes(plan.disk_bytes)} of flash needed{rank}{room}:"
-        f" {'' if plan.weights_stay else 'all weights, '}all records, and saved tensors"
+        f" {_weights_on_flash(plan)}all records, and saved tensors"
     )
+
+
+def _weights_on_flash(plan: StepPlan) -> str:
+    if plan.weights_stay or not plan.home_bytes:
+        return ""
+    return "other weights, " if plan.host_weight_bytes else "all weights, "
 
 
 def _wear(plan: StepPlan, tbw_bytes: int | None, ranks: Ranks) -> str:

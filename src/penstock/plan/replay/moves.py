@@ -264,11 +264,15 @@ def _update_lanes(
     What is reduced first goes on to them from there.
     """
     last = out.get(NETWORK, out[FLASH])
+    host = out.get(HOST, last)
     update = ReplayLane(
         (ReplayChannel(), update_ns),
         precedence=DECODE,
         done=written,
-        then=[out[FLASH] if took else last for took in moves.flash_out_ns],
+        then=[
+            out[FLASH] if took else host if linked else last
+            for took, linked in zip(moves.flash_out_ns, moves.link_out_ns, strict=True)
+        ],
     )
     reads = ReplayLane(
         *uses,

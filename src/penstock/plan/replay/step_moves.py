@@ -10,7 +10,7 @@ from typing import Final
 from penstock.core.units import MIB
 from penstock.plan.machine import Machine
 from penstock.plan.profile import Event, PassProfile, Profile, SlotProfile
-from penstock.plan.replay.moves import FLASH, NETWORK, Moves
+from penstock.plan.replay.moves import FLASH, HOST, NETWORK, Moves
 from penstock.plan.residency import OFFLOADED
 from penstock.plan.slots import SlotKey
 from penstock.plan.weights import ModuleWeights, WeightsChoice, WeightUse
@@ -111,22 +111,28 @@ class StepSlots:
     """Time of the arithmetic of each piece."""
     network_bytes: dict[int, int] = field(default_factory=dict)
     """Bytes that come from other ranks."""
+    host_read: dict[int, int] = field(default_factory=dict)
+    """Bytes of ``read_bytes`` that come from host memory; the next, of ``write_bytes``, go there."""
+    host_written: dict[int, int] = field(default_factory=dict)
 
     def fill(self, moves: Moves, machine: Machine) -> None:
         """Enter the bytes and times of these slots."""
         for load in self.loads:
             moves.action[load.slot] = OFFLOADED
             nbytes = self.read_bytes.get(load.slot, 0)
-            moves.tier[load.slot] = FLASH if nbytes else NETWORK
+            here = HOST if load.slot in self.host_read else FLASH
+            moves.tier[load.slot] = here if nbytes else NETWORK
             moves.read_work_ns[load.slot] = machine.read_work_ns(nbytes) if nbytes else 0
         for i, nbytes in self.read_bytes.items():
-            moves.flash_in_ns[i] = _busy_ns(machine, nbytes, writing=False)
-            if machine.flash_over_link:
-                moves.link_in_ns[i] = round(nbytes / machine.host_read_bytes_per_s * 1e9)
+            flash = nbytes - self.host_read.get(i, 0)
+            moves.flash_in_ns[i] = _busy_ns(machine, flash, writing=False)
+            linked = nbytes if machine.flash_over_link else nbytes - flash
+            moves.link_in_ns[i] = round(linked / machine.host_read_bytes_per_s * 1e9)
         for i, nbytes in self.write_bytes.items():
-            moves.flash_out_ns[i] = _busy_ns(machine, nbytes, writing=True)
-            if machine.flash_over_link:
-                moves.link_out_ns[i] = round(nbytes / machine.host_write_bytes_per_s * 1e9)
+            flash = nbytes - self.host_written.get(i, 0)
+            moves.flash_out_ns[i] = _busy_ns(machine, flash, writing=True)
+            linked = nbytes if machine.flash_over_link else nbytes - flash
+            moves.link_out_ns[i] = round(linked / machine.host_write_bytes_per_s * 1e9)
 
         for i, nbytes in self.network_bytes.items():
             moves.network_ns[i] = machine.network_ns(nbytes)
@@ -260,6 +266,8 @@ class _SlotMaker:
         load = WeightLoad(slot, one, begin_ns, end_ns, held, handed)
         if not kept:
             self._made.read_bytes[slot] = one.read_bytes
+            if one.on_host:
+                self._made.host_read[slot] = one.read_bytes
         if one.gathered:
             self._made.network_bytes[slot] = one.gathered_bytes
         self._loads.append(load)
@@ -307,17 +315,20 @@ class _SlotMaker:
             _divided(held, count),
             _divided(states + returned, count),
             _divided(states + written, count),
+            _divided(written * one.on_host, count),
             _divided(took_ns, count),
             _divided(one.reduced_bytes, count),
             _divided(returned, count),
             strict=True,
         )
         pieces = []
-        for piece_bytes, read, write, took, reduced, of_gradient in parts:
+        for piece_bytes, read, write, to_host, took, reduced, of_gradient in parts:
             slot = self._slot(one.module, piece_bytes, end_ns, None)
             self._made.read_bytes[slot] = read
             self._made.gradient_bytes[slot] = of_gradient
             self._made.write_bytes[slot] = write
+            if to_host:
+                self._made.host_written[slot] = to_host
             self._made.update_ns[slot] = took
             if one.reduced_bytes:
                 self._made.network_bytes[slot] = reduced

@@ -33,7 +33,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.profile import Event, Profile
 from penstock.plan.replay.joins import JOIN, with_joins
 from penstock.plan.replay.lanes import ReplayLane
-from penstock.plan.replay.moves import FLASH, NETWORK, Channels, Moves, channels_of, moves_of
+from penstock.plan.replay.moves import FLASH, HOST, NETWORK, Channels, Moves, channels_of, moves_of
 from penstock.plan.replay.occupancy import HeldBytes
 from penstock.plan.replay.recompute import recomputed_segments, with_drops
 from penstock.plan.replay.step_moves import StepSlots, WaitingGradient, WeightUpdate, step_slots
@@ -173,7 +173,13 @@ def _moved(slots: StepSlots, moves: Moves, channels: Channels) -> tuple[StepByte
     pieces = [i for one in slots.updates for i in one.pieces]
     updated = {*pieces}
     states = sum(slots.read_bytes[i] - gradients[i] for i in pieces)
+    host_written = sum(slots.host_written.get(i, 0) for i in pieces)
+    from_host = channels.back.get(HOST)
     moved = StepBytes(
+        host_read=sum(
+            slots.host_read.get(i, 0) for _, i in ([] if from_host is None else from_host.log)
+        ),
+        host_written=host_written,
         weights_read=sum(
             slots.read_bytes[i] for i in read if i >= slots.first and i not in gradients
         ),
@@ -183,7 +189,7 @@ def _moved(slots: StepSlots, moves: Moves, channels: Channels) -> tuple[StepByte
             if lane is not None
             for _, i in lane.log
         ),
-        weights_written=sum(slots.write_bytes[i] for i in pieces) - states,
+        weights_written=sum(slots.write_bytes[i] for i in pieces) - states - host_written,
         records_read=states,
         records_written=states,
         gradients_read=sum(gradients[i] for i in [*read, *pieces] if i in gradients),
