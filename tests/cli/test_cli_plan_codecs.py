@@ -20,8 +20,8 @@ SAVED = 4 * WIDTH * ROWS
 """Bytes of each of the outputs that are saved."""
 SLOW = Machine(
     name="slow",
-    flash_write_bytes_per_s=20e6,
-    flash_read_bytes_per_s=20e6,
+    flash_write_bytes_per_s=2e6,
+    flash_read_bytes_per_s=2e6,
     flash_latency_s=1e-4,
     host_write_bytes_per_s=1e9,
     host_read_bytes_per_s=1e9,
