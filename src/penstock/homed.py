@@ -10,13 +10,20 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from penstock.core.locks import defer
+from penstock.observe.clients import GRADIENTS
+from penstock.store.account import Account
+
+FLYING_SHARE: Final = 32
+"""Divisor of a limit of memory: that part is for gradients on their way out."""
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -46,6 +53,61 @@ class Reference(ABC):
         """Return the tensor as it was saved. Raises ``InPlaceError`` if it has changed."""
 
 
+class UpdateMemory:
+    """Memory that a session gives to gradients of its weights that wait for an optimizer. Thread-safe.
+
+    Attributes:
+        waiting: Account of gradients that wait in memory. Its limit is what is left to them.
+        moving: Account of what cannot be left out: the gradient that is being made.
+    """
+
+    def __init__(self, parent: Account) -> None:
+        """Give nothing yet of what ``parent`` accounts for."""
+        self._parent = parent
+        self.waiting = parent.child(GRADIENTS, 0)
+        self.moving = parent.child(GRADIENTS)
+        self._wanted: dict[int, int] = {}
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes of the gradients that would wait in memory if there were room."""
+        return sum(tuple(self._wanted.values()))
+
+    @property
+    def flying_bytes(self) -> int:
+        """Most bytes that are to be on their way out at once, unless one gradient is longer."""
+        return self._parent.limit_bytes // FLYING_SHARE
+
+    def want(self, owner: object, sizes: Sequence[int]) -> None:
+        """Note the lengths in bytes of the gradients that wait for ``owner``, while it is alive.
+
+        May wait for memory for the longest of them, which others free.
+        """
+        key = id(owner)
+        if key not in self._wanted:
+            weakref.finalize(owner, self._wanted.pop, key, None).atexit = False
+        self._wanted[key] = sum(sizes)
+        missing = max(sizes, default=0) - self.moving.used_bytes
+        if missing > 0:
+            if self.moving.missing_elsewhere(missing):
+                self.moving.make_room(missing)
+            self.moving.force(missing, GRADIENTS)
+
+    def keep(self, gradient: Tensor) -> bool:
+        """Charge a gradient to ``waiting`` while its memory is in use; False if it does not fit."""
+        nbytes = gradient.nbytes
+        if not self.waiting.try_take(nbytes, GRADIENTS):
+            return False
+        storage = gradient.untyped_storage()
+        weakref.finalize(storage, defer, self.waiting.free, nbytes, GRADIENTS).atexit = False
+        return True
+
+    def close(self) -> None:
+        """Give nothing any more. Idempotent."""
+        self.waiting.close()
+        self.moving.close()
+
+
 class HomedWeight(Protocol):
     """A parameter that has a home. Thread-safe."""
 
@@ -70,6 +132,10 @@ class HomedWeight(Protocol):
     @property
     def memory_bytes(self) -> int | None:
         """Most bytes that it and the other weights with a home may take in memory; None: no limit."""
+
+    @property
+    def update_memory(self) -> UpdateMemory | None:
+        """Memory in which its gradient may wait for an optimizer; None: no limit."""
 
     def hold(self) -> None:
         """Bring it to memory, where it may be changed and stays until ``let_go``; may wait for a read.

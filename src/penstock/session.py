@@ -382,7 +382,7 @@ class Session:
         account = self._accounts.weights
         assert account is not None
         if self._device.type == "cpu":
-            self._weights = open_weights(self.config, account)
+            self._weights = open_weights(self.config, account, self._accounts.updates)
         else:
             assert stores is not None
             self._weights, self._relocation = open_device_weights(

@@ -11,6 +11,7 @@ from torch import nn
 from offload_runs import session_in
 from penstock.core.config import UNLIMITED
 from penstock.core.units import MIB
+from penstock.homed import UpdateMemory
 from penstock.observe.events import Mark
 from penstock.observe.recorder import Recorder
 from penstock.plan import Action
@@ -332,8 +333,18 @@ def test_codecs_take_a_part_of_a_limit_that_was_found(link, disk_path):
 class Shared:
     """Saved tensors and weights that share a memory of 64 MiB; replays give saved tensors ``saved``."""
 
-    def __init__(self, *, found=False, saved=None, least=4 * MIB, own=UNLIMITED, given=None):
+    def __init__(
+        self,
+        *,
+        found=False,
+        saved=None,
+        least=4 * MIB,
+        own=UNLIMITED,
+        given=None,
+        wanted=UNLIMITED,
+    ):
         self.memory = Account(64 * MIB, name="memory")
+        self.updates = UpdateMemory(self.memory)
         self.saved = self.memory.child("saved tensors")
         self.weights = self.memory.child("weights", given)
         self.needed, self.others = saved, 0
@@ -353,10 +364,11 @@ class Shared:
             limit_bytes=own,
             first=FirstServed(
                 self.weights,
-                wanted_bytes=lambda: UNLIMITED,
+                wanted_bytes=lambda: wanted,
                 adapts=given is None,
                 least_bytes=lambda: least,
                 divide=lambda left: None if self.needed is None else left - self.needed,
+                updates=self.updates,
             ),
             process=process,
         )
@@ -381,6 +393,34 @@ def test_weights_have_three_quarters_until_a_step_is_known():
     assert shared.ends_step() == 10 * MIB
     assert shared.limits == (54, 10)
     assert shared.ends_step() is None
+
+
+def test_gradients_that_wait_have_what_weights_do_not_need_of_their_part():
+    shared = Shared(saved=4 * MIB, wanted=30 * MIB)
+    assert shared.updates.waiting.limit_bytes == 0
+    shared.updates.want(shared, [2 * MIB, 18 * MIB])
+    assert shared.memory.used_bytes == 18 * MIB  # the one that is being made
+    shared.allowance.look()
+    shared.saved.limit_bytes = shared.allowance.settle()
+    assert shared.updates.waiting.limit_bytes == 12 * MIB  # 64 - 18 - 4 - 30
+    assert shared.saved.limit_bytes == 4 * MIB
+    gradient = torch.empty(MIB)
+    assert shared.updates.keep(gradient)
+    assert not shared.updates.keep(torch.empty(4 * MIB))
+    assert shared.ends_step() is None  # they are no others
+    assert shared.saved.extend(MIB)
+    assert shared.updates.waiting.limit_bytes == 11 * MIB
+    del gradient
+    assert shared.updates.waiting.used_bytes == 0
+
+
+def test_gradients_that_wait_have_half_of_what_a_limit_of_weights_leaves():
+    shared = Shared(given=32 * MIB)
+    shared.updates.want(shared, 8 * [MIB])
+    shared.allowance.look()
+    shared.saved.limit_bytes = shared.allowance.settle()
+    assert shared.updates.waiting.limit_bytes == 8 * MIB
+    assert shared.saved.limit_bytes == 23 * MIB  # 64 - 32 - 8, and the one that is being made
 
 
 def test_half_of_a_memory_that_was_found_is_left_to_the_first_step():

@@ -37,7 +37,8 @@ class StatesConfig:
 
     gradient_memory: int | str | None = None
     """Memory for gradients that wait for their tile. Those beyond it are written to flash, in their own
-    dtype, and come back when they are added to or used. ``None``: all stay in memory."""
+    dtype, and come back when they are added to or used. ``None``: all stay in memory, but those of
+    weights on flash only if a session has memory left for them."""
 
     format: str = "exact"
     """How states are kept, where a parameter group does not say it itself by its key ``"format"``: one
@@ -138,6 +139,11 @@ class StatesConfig:
         """``gradient_memory`` in bytes."""
         assert not isinstance(self.gradient_memory, str)
         return self.gradient_memory
+
+    @property
+    def lets_gradients_wait(self) -> bool:
+        """True if gradients wait for others before they are used: with ``overlap`` few do."""
+        return not self.overlap or self.accumulation > 1 or self.clip_norm is not None
 
     @property
     def host_bytes(self) -> int:

@@ -249,9 +249,21 @@ class GradientSpill:
         return tickets
 
     def begin_read(self, tickets: Sequence[Ticket], piece: ParameterPiece) -> GradientRead:
-        """Begin to read a piece that ``write`` wrote."""
+        """Begin to read a piece that ``write`` wrote. Waits for memory, so it is called without locks."""
         ticket = tickets[self.pieces(piece.param).index(piece)]
-        memory = self._memory(ticket.window.nbytes)
+        return self._begin_read(ticket, self._memory(ticket.window.nbytes))
+
+    def begin_read_ahead(
+        self, tickets: Sequence[Ticket], piece: ParameterPiece
+    ) -> GradientRead | None:
+        """Begin the same if there is memory now; return None if there is none."""
+        ticket = tickets[self.pieces(piece.param).index(piece)]
+        self.open()
+        assert self._arena is not None
+        block = self._arena.allocate(ticket.window.nbytes, wait=False)
+        return None if block is None else self._begin_read(ticket, block.lend(0, block.nbytes))
+
+    def _begin_read(self, ticket: Ticket, memory: NDArray[np.uint8]) -> GradientRead:
         transfer = self.open().read(ticket, memory.ctypes.data, keep_alive=memory)
         return GradientRead(memory, ticket, transfer)
 
@@ -268,10 +280,13 @@ class GradientSpill:
             self._arena.close()
 
     def _memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return aligned memory, of large pages if there are any; it is free when the array is gone."""
+        """Return aligned memory, of large pages if there are any; it is free when the array is gone.
+
+        Waits for others to free memory; if they do not, it is forced.
+        """
         granule = self.open().spec.granule_bytes
         assert self._arena is not None
-        block = self._arena.allocate(nbytes, force=True)
+        block = self._arena.allocate(nbytes) or self._arena.allocate(nbytes, force=True)
         if block is not None:
             return block.lend(0, nbytes)
         memory = np.empty(nbytes + granule, np.uint8)

@@ -1,5 +1,7 @@
 """Gradients that wait for their tile, under a budget of memory: those beyond it wait on flash.
 
+The budget is the user's, or what a session leaves to the gradients of its weights.
+
 1. ``settle``, when autograd has accumulated a gradient: if those that wait exceed the budget, this one is
    offloaded in its own dtype, cut as tiles are (:mod:`offloaded_gradient` stands for it); its memory is
    free as soon as it is written.
@@ -29,8 +31,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from penstock.core.config import UNLIMITED
 from penstock.core.errors import PenstockWarning, SourceChangedError, TransferError
 from penstock.core.locks import Lock
+from penstock.homed import UpdateMemory, home_of
 from penstock.io.engine import Engine, Transfer
 from penstock.optim.gradient_spill import (
     FLYING_BYTES,
@@ -62,7 +66,6 @@ class Gradients:
     """The gradients of one optimizer's parameters. Thread-safe.
 
     Attributes:
-        budget_bytes: Most bytes that wait in memory.
         written: Bytes written in all.
         written_in_step: Bytes written between the ends of the last two steps; None: there was no step.
         is_used_now: Returns whether a parameter's gradient, which is being accumulated, is used as soon
@@ -74,7 +77,7 @@ class Gradients:
         params: Sequence[Param],
         tiles: Sequence[Tile],
         *,
-        budget_bytes: int,
+        budget_bytes: int | None,
         directories: Sequence[str],
         engine: Engine,
         wants_norms: bool,
@@ -85,13 +88,13 @@ class Gradients:
         Args:
             params: Parameters of the optimizer; more may come.
             tiles: Tiles of the optimizer; more may come.
-            budget_bytes: Most bytes that wait in memory.
+            budget_bytes: Most bytes that wait in memory; None: what sessions give to each of them.
             directories: Directories in which the others wait.
             engine: Moves them.
             wants_norms: True if the norms of offloaded gradients are needed.
             allow_memory_filesystem: Accept a directory in memory.
         """
-        self.budget_bytes = budget_bytes
+        self._given_bytes = budget_bytes
         self.written = 0
         self.written_in_step: int | None = None
         self._written_before = 0
@@ -107,8 +110,11 @@ class Gradients:
         )
         self._lock = Lock()
         self._waiting = _Waiting(params)
+        self._kept: dict[
+            int, weakref.ref[Any]
+        ] = {}  # by parameter: memory that a session has given
         self._listening: dict[int, Any] = {}
-        self._writes = TransferWindow[Transfer](limit_bytes=FLYING_BYTES)
+        self._writes = TransferWindow[Transfer](limit_bytes=self._flying_bytes())
         self._failure: BaseException | None = None
         self._is_told = False
         self._replaced = ReplacedGradients()
@@ -124,9 +130,35 @@ class Gradients:
                 listen = param.tensor.register_post_accumulate_grad_hook
                 self._listening[param.index] = listen(_settling(self, param.index))  # type: ignore[no-untyped-call]
 
+    @property
+    def is_given(self) -> bool:
+        """True if the user has given the budget; False if sessions do."""
+        return self._given_bytes is not None
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most bytes that wait in memory."""
+        if self._given_bytes is not None:
+            return self._given_bytes
+        memory = session_memory(self._params)
+        return UNLIMITED if memory is None else memory.waiting.limit_bytes
+
     def has_excess(self) -> bool:
-        """Return whether more waits in memory than the budget. In any thread."""
-        return self._waiting.exceed(self.budget_bytes)
+        """Return whether more waits in memory than the user's budget. In any thread."""
+        return self._given_bytes is not None and self._waiting.exceed(self._given_bytes)
+
+    def want(self) -> None:
+        """Tell sessions how much would wait in memory."""
+        memory = None if self.is_given else session_memory(self._params)
+        if memory is not None:
+            memory.want(
+                self,
+                [one.local.nbytes for one in self._params if _memory_for(one) is memory],
+            )
+
+    def _flying_bytes(self) -> int:
+        memory = None if self.is_given else session_memory(self._params)
+        return FLYING_BYTES if memory is None else min(FLYING_BYTES, memory.flying_bytes)
 
     def note(self, param: Param) -> None:
         """Note that a parameter's gradient has come, has left memory or was changed. In any thread."""
@@ -147,6 +179,9 @@ class Gradients:
             handle.remove()
         self._listening.clear()
         self._forget_readings()
+        memory = None if self.is_given else session_memory(self._params)
+        if memory is not None:
+            memory.want(self, ())
         self._left.drop()
         self._spill.close()
 
@@ -159,7 +194,7 @@ class Gradients:
         grad = gradient_here(param.tensor)
         if grad is None or isinstance(grad, OffloadedGradient) or param.index in self._replaced:
             return
-        if not self._must_be_offloaded(grad):
+        if not self._must_be_offloaded(param, grad):
             return
         flat = param.flat_grad()
         assert flat is not None
@@ -182,7 +217,7 @@ class Gradients:
         """
         param, real = self._params[place.param], place.real
         if real is None:
-            flat = self._spill.empty(param.count, place.dtype)
+            flat = self._empty(param, place.dtype)
             for piece, found in self._read_all(place) if values else ():
                 flat[piece.start : piece.stop] = found
             real = param.in_shape(flat)
@@ -201,17 +236,38 @@ class Gradients:
         place.real, place.norm = real, None
         self.note(param)
         is_wanted = place.stays or self.is_used_now(param)
-        if not is_wanted and self._must_be_offloaded(real):
+        if not is_wanted and self._must_be_offloaded(param, real):
             self._offload(place)
             self.note(param)
 
-    def _must_be_offloaded(self, grad: Tensor) -> bool:
-        return (
-            self._failure is None
-            and grad.nbytes > LEAST_BYTES
-            and grad.layout == torch.strided
-            and self.has_excess()
-        )
+    def _must_be_offloaded(self, param: Param, grad: Tensor) -> bool:
+        if self._failure is not None or grad.nbytes <= LEAST_BYTES:
+            return False
+        if grad.layout != torch.strided:
+            return False
+        if self.is_given:
+            return self.has_excess()
+        memory = _memory_for(param)
+        return memory is not None and not self._keep(param, grad, memory)
+
+    def _keep(self, param: Param, grad: Tensor, memory: UpdateMemory) -> bool:
+        """Let a gradient stay in the memory of a session if that has room; return whether it does."""
+        known, storage = self._kept.get(param.index), grad.untyped_storage()
+        if known is not None and known() is storage:
+            return True
+        if not memory.keep(grad):
+            return False
+        self._kept[param.index] = weakref.ref(storage)
+        return True
+
+    def _empty(self, param: Param, dtype: torch.dtype) -> Tensor:
+        """Return memory for a gradient that was on flash: where it may stay, if there is room."""
+        memory = None if self.is_given else _memory_for(param)
+        if memory is not None:
+            flat = torch.empty(param.count, dtype=dtype)
+            if self._keep(param, flat, memory):
+                return flat
+        return self._spill.empty(param.count, dtype)
 
     def _offload(self, place: GradientPlace) -> bool:
         """Begin to write a gradient; return false if that cannot be, and it stays."""
@@ -313,7 +369,9 @@ class Gradients:
             if readings is None:
                 with suppress(ValueError):
                     self._ahead.remove(tile)
-                readings = self._begin_tile(tile, grads)
+        if readings is None:
+            readings = self._begin_tile(tile, grads)
+        with self._lock:
             self._read_ahead()
         yield {
             piece.param: self._share(piece, grads[piece.param], readings)
@@ -335,18 +393,30 @@ class Gradients:
 
     def _read_ahead(self) -> None:
         while self._ahead and len(self._begun) < TILES_AHEAD:
-            tile = self._ahead.popleft()
-            self._begun[tile.index] = self._begin_tile(tile, self._grads)
+            begun = {}
+            for piece, place in self._away(self._ahead[0], self._grads):
+                read = self._spill.begin_read_ahead(place.tickets, piece)
+                if read is None:  # it is read when it is needed
+                    return
+                begun[piece.param] = read
+            self._begun[self._ahead.popleft().index] = begun
 
     def _begin_tile(self, tile: Tile, grads: Mapping[int, Tensor]) -> dict[int, GradientRead]:
-        begun = {}
+        return {
+            piece.param: self._spill.begin_read(place.tickets, piece)
+            for piece, place in self._away(tile, grads)
+        }
+
+    def _away(
+        self, tile: Tile, grads: Mapping[int, Tensor]
+    ) -> Iterator[tuple[ParameterPiece, GradientPlace]]:
+        """Yield the pieces of a tile whose gradients are on flash."""
         for piece in tile.pieces:
             grad = grads.get(piece.param)
             if isinstance(grad, OffloadedGradient) and grad.place.real is None:
                 if not grad.place.tickets:  # another optimizer has used it up
                     grad.source.bring(grad.place)
-                begun[piece.param] = self._spill.begin_read(grad.place.tickets, piece)
-        return begun
+                yield piece, grad.place
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -361,6 +431,18 @@ class Gradients:
             while reads:
                 first, read = reads.pop()
                 yield first, read.wait(place.dtype)
+
+
+def session_memory(params: Iterable[Param]) -> UpdateMemory | None:
+    """Return the memory that a session gives to gradients of the first weight of its; None: of none."""
+    found = (_memory_for(param) for param in params)
+    return next((each for each in found if each is not None), None)
+
+
+def _memory_for(param: Param) -> UpdateMemory | None:
+    """Return the memory that a session gives to gradients of a parameter; None: no limit."""
+    home = home_of(param.tensor)
+    return None if home is None or not param.tensor.requires_grad else home.update_memory
 
 
 def _settling(source: Gradients, index: int) -> Callable[[Tensor], None]:

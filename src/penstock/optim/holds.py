@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -46,7 +46,12 @@ class WeightHolds:
     """Holds of the weights of one optimizer, in passes over its tiles. Thread-safe."""
 
     def __init__(
-        self, params: Sequence[Param], tiles: Sequence[Tile], *, changed: bool = True
+        self,
+        params: Sequence[Param],
+        tiles: Sequence[Tile],
+        *,
+        changed: bool = True,
+        resumed: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
         """Hold nothing yet.
 
@@ -54,10 +59,12 @@ class WeightHolds:
             params: Parameters of the optimizer; more may come.
             tiles: Tiles of the optimizer; more may come.
             changed: True if the passes change the weights.
+            resumed: Returns what to call after weights have got homes, or lost them; or None.
         """
         self._params = params
         self._tiles = tiles
         self._changed = changed
+        self._resumed = resumed
         self._wake = condition()
         self._holds: dict[int, _Hold] = {}
         self._counts: dict[int, int] = {}  # by parameter: tiles that have a part of it
@@ -164,6 +171,9 @@ class WeightHolds:
         with self._wake:
             self._paused -= 1
             self._wake.notify_all()
+        resumed = self._resumed()
+        if resumed is not None:
+            resumed()
 
     def end(self) -> None:
         """Let go of everything: a pass is over, completed or not, and no tile is worked on."""

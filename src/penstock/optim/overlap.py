@@ -104,7 +104,7 @@ class Overlap:
         self._failure: BaseException | None = None  # of a report
         self._has_looked = False  # for modules that average
         if states.gradients is not None:
-            states.gradients.is_used_now = self._is_used_now
+            states.gradients.is_used_now = self.is_used_now
 
     @property
     def is_under_way(self) -> bool:
@@ -142,7 +142,7 @@ class Overlap:
         See [Note: gradients that are averaged later].
         """
         module, states = check_can_follow(parallel), self._states
-        if states.gradients is not None:
+        if states.config.gradient_bytes is not None:
             raise ConfigError(
                 "gradient_memory does not go with update_after: gradients are in the buckets of"
                 " DistributedDataParallel; leave gradient_memory out"
@@ -235,7 +235,7 @@ class Overlap:
                     states.check_can_step()
                     states.make_buffers()
                     return
-                if overlap._is_used_now(param):  # without the lock: they may wait
+                if overlap.is_used_now(param):  # without the lock: they may wait
                     states.check_can_step()
                     states.make_buffers()
                     states.holds.take(index)
@@ -313,7 +313,7 @@ class Overlap:
     def _knows_norm(self) -> bool:
         return self._states.config.clip_norm is None or self._states.last_norm is not None
 
-    def _is_used_now(self, param: Param) -> bool:
+    def is_used_now(self, param: Param) -> bool:
         """Return whether what autograd is about to tell of is a gradient's last accumulation."""
         times = self._times.get(param.index, 0) + 1
         return times >= self._states.config.accumulation and self._knows_norm
@@ -332,6 +332,8 @@ class Overlap:
         states, gradients = self._states, self._states.gradients
         if gradients is not None:
             gradients.note(param)
+            if not gradients.is_given and param.index not in self._used:
+                gradients.settle(param)
         while True:
             has_excess = gradients is not None and gradients.has_excess()
             is_crowded = states.holds.is_crowded
@@ -405,7 +407,7 @@ class Overlap:
 
     def _frees_gradient(self, param: Param) -> bool:
         """Return whether a gradient is freed as soon as it was used."""
-        if self._states.gradients is not None:
+        if self._states.config.gradient_bytes is not None:
             return True
         return home_of(param.tensor) is not None and param.index not in self._followed
 

@@ -14,6 +14,7 @@ import json
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,10 +31,10 @@ from penstock.io.engine import Engine
 from penstock.optim import packing
 from penstock.optim.config import RING, RING_BYTES
 from penstock.optim.formats import MASTER
-from penstock.optim.gradients import Gradients, Share
+from penstock.optim.gradients import Gradients, Share, session_memory
 from penstock.optim.holds import WeightHolds
 from penstock.optim.journal import Journal, JournalEntry
-from penstock.optim.params import Groups, Tile, fresh_scalars, options_of
+from penstock.optim.params import Groups, Param, Tile, fresh_scalars, options_of
 from penstock.optim.pipeline import RecordBuffer, TilePipeline
 from penstock.optim.pool import make_pool, wait_for_all
 from penstock.optim.probe import ProbedOptimizer
@@ -63,6 +64,9 @@ class BackwardUpdates(Protocol):
 
     def finish(self) -> None:
         """Update what is left and wait for everything. Raises as ``FlashStates.step``."""
+
+    def is_used_now(self, param: Param) -> bool:
+        """Return whether what autograd is about to tell of is a gradient's last accumulation."""
 
     def close(self) -> None:
         """Stop listening."""
@@ -107,7 +111,9 @@ class FlashStates:
         self._closed = False
         self._guard = fork_guard()
         self._updater = Updater(source, self.params)
-        self.holds = WeightHolds(self.params, self.tiles)
+        self.holds = WeightHolds(
+            self.params, self.tiles, resumed=weakref.WeakMethod(self._find_gradient_memory)
+        )
         self._engine = shared_engine()
         self.store = RecordStore(config, self._engine, self.groups.where_of)
         # beside a backward: see [Note: when squeezing pays]
@@ -116,15 +122,7 @@ class FlashStates:
         )
         self.gradients: Gradients | None = None
         if config.gradient_bytes is not None:
-            self.gradients = Gradients(
-                self.params,
-                self.tiles,
-                budget_bytes=config.gradient_bytes,
-                directories=config.directories,
-                engine=self._engine,
-                wants_norms=config.clip_norm is not None,
-                allow_memory_filesystem=config.allow_memory_filesystem,
-            )
+            self.gradients = self._make_gradients()
         self._pipeline: TilePipeline | None = None
         self._making = threading.Lock()  # plain: under ``Lock``, nothing is freed that it waits for
         self._pool: ThreadPoolExecutor | None = None
@@ -174,6 +172,35 @@ class FlashStates:
             self.overlap.listen()
         elif self.gradients is not None:
             self.gradients.listen()
+        self._find_gradient_memory()
+
+    def _find_gradient_memory(self) -> None:
+        """Keep gradients that wait within what a session leaves to them, unless the user has said."""
+        if not self._has_begun or self._closed or self.config.gradient_bytes is not None:
+            return
+        if self.gradients is None and self.config.lets_gradients_wait:
+            if session_memory(self.params) is None:
+                return
+            self.gradients = self._make_gradients()
+            if self.overlap is None:
+                self.gradients.listen()
+        if self.gradients is not None:
+            self.gradients.want()
+
+    def _make_gradients(self) -> Gradients:
+        config = self.config
+        made = Gradients(
+            self.params,
+            self.tiles,
+            budget_bytes=config.gradient_bytes,
+            directories=config.directories,
+            engine=self._engine,
+            wants_norms=config.clip_norm is not None,
+            allow_memory_filesystem=config.allow_memory_filesystem,
+        )
+        if self.overlap is not None:
+            made.is_used_now = self.overlap.is_used_now
+        return made
 
     def update_after(self, parallel: object) -> None:
         """See ``OnFlash.update_after``."""

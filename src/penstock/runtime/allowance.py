@@ -48,6 +48,7 @@
     tensor two; but a part is left for saved tensors, without which no step runs (``LAST_SHARE``). Then
     replays of the whole step divide what is left (:mod:`.memory_division`). These know steps like the one
     that was: if saved tensors need more in another, and nothing of them can be moved, weights cede it.
+    What weights do not need of their part is for their gradients, if these wait for an optimizer.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from typing import Final, NamedTuple, Protocol
 from penstock.core.config import UNLIMITED
 from penstock.core.locks import Lock
 from penstock.core.units import MIB, format_bytes
+from penstock.homed import UpdateMemory
 from penstock.observe.recorder import Recorder
 from penstock.store.account import Account
 
@@ -320,6 +322,8 @@ class FirstServed(NamedTuple):
     """Returns the least limit with which they can be used."""
     divide: Callable[[int], int | None] = lambda _: None
     """Returns what they get of the bytes that are left to them and saved tensors; None: not known."""
+    updates: UpdateMemory | None = None
+    """Memory of their gradients that wait, which is what neither they nor saved tensors need."""
 
 
 class SharedAllowance:
@@ -406,8 +410,12 @@ class SharedAllowance:
         self._other_bytes = max(self._other_bytes, self._beside())
 
     def _beside(self) -> int:
-        first = 0 if self._first is None else self._first.account.used_bytes
-        return self._parent.used_bytes - self._account.used_bytes - first
+        beside = self._parent.used_bytes - self._account.used_bytes
+        if self._first is not None:
+            updates = self._first.updates
+            beside -= self._first.account.used_bytes
+            beside -= 0 if updates is None else updates.waiting.used_bytes
+        return beside
 
     def _left(self) -> int:
         first, given_bytes = self._first, 0
@@ -416,7 +424,17 @@ class SharedAllowance:
         left = self._part_of(self._parent.limit_bytes - self._other_bytes - given_bytes)
         if first is not None and first.adapts:
             left -= self._limit_first(first, max(LEAST_SHARE_BYTES, left))
+        elif first is not None:
+            left -= self._limit_gradients(first, left - min(self._own_limit_bytes, left // 2))
         return min(self._own_limit_bytes, max(LEAST_SHARE_BYTES, left))
+
+    def _limit_gradients(self, first: FirstServed, left_bytes: int) -> int:
+        """Limit gradients that wait to what others leave, and return the bytes that they will have."""
+        if first.updates is None:
+            return 0
+        limit_bytes = max(0, min(left_bytes, first.updates.wanted_bytes))
+        first.updates.waiting.limit_bytes = limit_bytes
+        return limit_bytes
 
     def _part_of(self, left_bytes: int) -> int:
         """Return what others leave; half of it while it is not known what a step takes beside them."""
@@ -432,7 +450,8 @@ class SharedAllowance:
             self._divided_bytes, self._ceded_bytes = part, 0
         part = max(part - self._ceded_bytes, first.least_bytes())
         first.account.limit_bytes = min(part, left_bytes)
-        return min(first.account.limit_bytes, first.wanted_bytes())
+        taken = min(first.account.limit_bytes, first.wanted_bytes())
+        return taken + self._limit_gradients(first, first.account.limit_bytes - taken)
 
     def _cede(self, nbytes: int) -> bool:
         """Give saved tensors more of what weights have; return False if weights need it."""
@@ -446,6 +465,7 @@ class SharedAllowance:
             self._ceded_bytes += nbytes
             first.account.limit_bytes -= nbytes
             self._account.limit_bytes += nbytes
+            self._limit_gradients(first, first.account.limit_bytes - first.wanted_bytes())
             return True
 
     def _extend_first(self, nbytes: int) -> bool:

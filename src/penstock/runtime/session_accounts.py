@@ -11,6 +11,7 @@ import torch
 
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import ConfigError
+from penstock.homed import UpdateMemory
 from penstock.observe.clients import WEIGHTS
 from penstock.observe.counters import SAVED_TENSORS
 from penstock.observe.recorder import Recorder
@@ -44,6 +45,7 @@ class SessionAccounts:
     Attributes:
         process: Limit of the process's account.
         weights: Account of weights on flash while they are in memory; None: they stay in memory.
+        updates: Memory that is left to their updates; None: it is not limited.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class SessionAccounts:
         self._all: list[Account] = []
         self._shared: Account | None = None
         self.weights: Account | None = None
+        self.updates: UpdateMemory | None = None
         self.may_find_limits = not has_plan and config.policy != "keep"
         self.process = MemoryLimit(config, recorder)
 
@@ -93,6 +96,8 @@ class SessionAccounts:
             parent = self._parent(self._device)
             self.weights = Account(limit, name=WEIGHTS, parent=parent, owner=WEIGHTS)
             self._keep(self.weights, own_bytes)
+            if parent is host_account() and config.memory_request is not None:
+                self.updates = UpdateMemory(parent)
         return config
 
     def close(self) -> None:
@@ -103,6 +108,8 @@ class SessionAccounts:
             stack.callback(self.process.close)
             for account in self._all:
                 stack.callback(account.close)
+            if self.updates is not None:
+                stack.callback(self.updates.close)
 
     def saved_tensors(self, device: torch.device) -> Account:
         """Return an empty account of a device's saved tensors, named ``device`` for the session's own."""
@@ -191,6 +198,7 @@ class SessionAccounts:
             adapts=self._config.weights_memory is None,
             least_bytes=self._least_bytes,
             divide=self._division().weights_bytes,
+            updates=self.updates,
         )
 
     def _wanted_bytes(self) -> int:

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from torch.nn.functional import embedding
 
 from penstock.core.errors import InPlaceError
-from penstock.homed import home_of, local_of
+from penstock.homed import UpdateMemory, home_of, local_of
 from penstock.weights.eviction import WeightEviction
 from penstock.weights.homes import Home, is_dense, view_like
 from penstock.weights.module_uses import ModuleUses
@@ -66,6 +66,11 @@ class WeightKeeper:
     def memory_bytes(self) -> int:
         """Limit of the weights in memory; see :class:`penstock.homed.HomedWeight`."""
         return self._table.account.limit_bytes
+
+    @property
+    def update_memory(self) -> UpdateMemory | None:
+        """Memory in which gradients may wait; see :class:`penstock.homed.HomedWeight`."""
+        return self._table.update_memory
 
     def hold(self, home: Home) -> None:
         """Bring a weight to be changed; see :class:`penstock.homed.HomedWeight`."""

@@ -39,7 +39,7 @@ from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockWarning, TransferError
 from penstock.core.process import fork_guard
 from penstock.core.units import MIB, format_bytes, parse_bytes
-from penstock.homed import home_of, is_sharded, move_out, use_count
+from penstock.homed import UpdateMemory, home_of, is_sharded, move_out, use_count
 from penstock.io.engine import Priority
 from penstock.io.pages import is_untouched, trim_heap, whole_pages
 from penstock.observe.clients import WEIGHTS
@@ -285,6 +285,11 @@ class ModelBuilder:
 
     @property
     def memory_bytes(self) -> int | None:
+        """See :class:`penstock.homed.HomedWeight`."""
+        return None
+
+    @property
+    def update_memory(self) -> UpdateMemory | None:
         """See :class:`penstock.homed.HomedWeight`."""
         return None
 

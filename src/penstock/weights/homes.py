@@ -30,7 +30,7 @@ from penstock.core import knobs
 from penstock.core.errors import NoSpaceError, PenstockWarning
 from penstock.core.fs import check_space
 from penstock.core.units import format_bytes, round_up
-from penstock.homed import is_sharded, local_of, move_out, settle, use_count
+from penstock.homed import UpdateMemory, is_sharded, local_of, move_out, settle, use_count
 from penstock.io.engine import Priority, Transfer
 from penstock.io.files import DirectFile
 from penstock.io.mapping import advise_random, map_files, memory_at
@@ -60,6 +60,10 @@ class Keeper(Protocol):
 
     @property
     def memory_bytes(self) -> int | None:
+        """See :class:`penstock.homed.HomedWeight`."""
+
+    @property
+    def update_memory(self) -> UpdateMemory | None:
         """See :class:`penstock.homed.HomedWeight`."""
 
     def hold(self, home: Home) -> None:
@@ -385,6 +389,11 @@ class Home:
     def memory_bytes(self) -> int | None:
         """See :class:`penstock.homed.HomedWeight`."""
         return None if self.keeper is None else self.keeper.memory_bytes
+
+    @property
+    def update_memory(self) -> UpdateMemory | None:
+        """See :class:`penstock.homed.HomedWeight`."""
+        return None if self.keeper is None else self.keeper.update_memory
 
     def hold(self) -> None:
         """See :class:`penstock.homed.HomedWeight`."""

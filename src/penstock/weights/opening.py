@@ -9,6 +9,7 @@ import torch
 
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError
+from penstock.homed import UpdateMemory
 from penstock.runtime.movers import Mover
 from penstock.store.account import Account
 from penstock.weights.brought import HostMemory
@@ -21,18 +22,22 @@ if TYPE_CHECKING:
     from penstock.weights.relocation import Relocation
 
 
-def open_weights(config: OffloadConfig, account: Account) -> WeightStreamer:
+def open_weights(
+    config: OffloadConfig, account: Account, updates: UpdateMemory | None
+) -> WeightStreamer:
     """Return what lets the weights of models in host memory rest on flash.
 
     Args:
         config: Settings of the session.
         account: Account of the weights in memory.
+        updates: Memory that is left to their updates; None: no limit.
     """
     files = WeightFiles(config.directories)
     return WeightStreamer(
         partial(rest_weights, places=files, floor_bytes=config.floor_bytes),
         account=account,
         memory=HostMemory(account),
+        updates=updates,
     )
 
 

@@ -33,7 +33,7 @@ from penstock.core.errors import BudgetError
 from penstock.core.locks import condition
 from penstock.core.process import fork_guard
 from penstock.core.units import format_bytes
-from penstock.homed import home_of, use_count
+from penstock.homed import UpdateMemory, home_of, use_count
 from penstock.io.engine import Transfer
 from penstock.store.account import Account
 from penstock.weights.brought import BroughtMemory
@@ -151,6 +151,7 @@ class WeightTable:
         by_storage: The same by what identifies the storage that they have in memory, or at rest.
         account: Account of the weights in memory.
         memory: Where weights are brought to, charged to ``account``.
+        update_memory: Memory in which their gradients may wait; None: no limit.
         order: Order of their uses.
         leaving: Those that do not stay from their present or last use to the next, and leave when nobody
             uses them any more; in the order of use, the values are None.
@@ -168,6 +169,7 @@ class WeightTable:
         self.by_storage: dict[int, Stay] = {}
         self.account = account
         self.memory = memory
+        self.update_memory: UpdateMemory | None = None
         self.order = UseOrder()
         self.leaving: dict[Stay, None] = {}
         self.wake = condition()

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import ConfigError, PenstockError, PenstockWarning
 from penstock.core.units import format_bytes
-from penstock.homed import is_sharded, paused_holders
+from penstock.homed import UpdateMemory, is_sharded, paused_holders
 from penstock.io.engine import Priority
 from penstock.store.account import Account
 from penstock.weights.access import WeightKeeper
@@ -61,6 +61,7 @@ class WeightStreamer:
         *,
         account: Account,
         memory: BroughtMemory,
+        updates: UpdateMemory | None = None,
     ) -> None:
         """Take charge of nothing yet; see ``add``.
 
@@ -68,10 +69,12 @@ class WeightStreamer:
             rest: Lets the weights of a model rest.
             account: Account of the weights in memory, whose limit the streamer keeps.
             memory: Where weights are brought to, charged to ``account``.
+            updates: Memory that is left to their updates; None: no limit.
         """
         self._rest = rest
         self.account = account
         self._table = table = WeightTable(account, memory)
+        table.update_memory = updates
         self._eviction = WeightEviction(table)
         self._reads = WeightReads(table, self._eviction)
         self._uses = ModuleUses(table)
@@ -110,11 +113,14 @@ class WeightStreamer:
             self._table.check_process(home)
             if home.keeper is not None:
                 raise ConfigError(f"weight {home.name} is streamed by another open session")
-        self._table.add(homes, self._keeper)
         self._is_replicated = self._is_replicated or any(
             isinstance(each, DistributedDataParallel) and each.process_group.size() > 1
             for each in model.modules()
         )
+        if self._is_replicated:  # its buckets hold all gradients
+            self._table.update_memory = None
+        with paused_holders():  # which look at once for what this session gives to gradients
+            self._table.add(homes, self._keeper)
         for module in compiled_in_place(model):
             self._compiled.append(CompiledCall(module, self.enter, self.leave))
 
