@@ -1,5 +1,6 @@
 """Training with weights on flash beside plain training, on an engine that counts, waits and fails."""
 
+import errno
 import threading
 from contextlib import contextmanager, nullcontext
 
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
+from penstock.core.errors import TransferError
 from penstock.io.engine import Engine, Transfer
 from penstock.io.threads import ThreadEngine
 from penstock.optim import FlashAdamW
@@ -88,6 +90,25 @@ class ScriptedEngine(Engine):
 
     def close(self):
         self.inner.close()
+
+
+def failing(op, times):
+    """A fault of an engine: the next transfers of this kind fail."""
+    left = [times]
+
+    def fault(request):
+        if request.op != op or not left[0]:
+            return None
+        left[0] -= 1
+        return TransferError(
+            errno=errno.EIO,
+            op=op,
+            path=request.file.path,
+            offset_bytes=request.offset_bytes,
+            nbytes=request.nbytes,
+        )
+
+    return fault
 
 
 @contextmanager

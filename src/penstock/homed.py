@@ -13,13 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.locks import defer
-from penstock.observe.clients import GRADIENTS
+from penstock.observe.clients import GRADIENTS, OPTIMIZER
 from penstock.store.account import Account
 
 FLYING_SHARE: Final = 32
@@ -53,12 +54,21 @@ class Reference(ABC):
         """Return the tensor as it was saved. Raises ``InPlaceError`` if it has changed."""
 
 
+class RecordHolder(Protocol):
+    """Holder of an optimizer's records that stay in memory as long as there is room. Thread-safe."""
+
+    def give_way(self, nbytes: int) -> int:
+        """Begin to free so many bytes, and do not wait; return the bytes that will be free."""
+
+
 class UpdateMemory:
-    """Memory that a session gives to gradients of its weights that wait for an optimizer. Thread-safe.
+    """Memory that a session gives to updates of its weights. Thread-safe.
 
     Attributes:
         waiting: Account of gradients that wait in memory. Its limit is what is left to them.
         moving: Account of what cannot be left out: the gradient that is being made.
+        records: Account of optimizer records that stay in memory. Its limit is what is left to them; it
+            yields.
     """
 
     def __init__(self, parent: Account) -> None:
@@ -66,12 +76,23 @@ class UpdateMemory:
         self._parent = parent
         self.waiting = parent.child(GRADIENTS, 0)
         self.moving = parent.child(GRADIENTS)
+        self.records = parent.child(OPTIMIZER, 0)
+        self.records.yield_by(self._records_give_way)
         self._wanted: dict[int, int] = {}
+        self._holders: WeakKeyDictionary[RecordHolder, int] = WeakKeyDictionary()
+
+    def limit(self, nbytes: int, *, with_records: bool) -> int:
+        """Divide what is left to gradients, and then to records; return the bytes that they can use."""
+        gradients = max(0, min(nbytes, sum(tuple(self._wanted.values()))))
+        self.waiting.limit_bytes = gradients
+        wanted = sum(tuple(self._holders.values())) if with_records else 0
+        self.records.limit_bytes = max(0, min(nbytes - gradients, wanted))
+        return gradients + self.records.limit_bytes
 
     @property
-    def wanted_bytes(self) -> int:
-        """Bytes of the gradients that would wait in memory if there were room."""
-        return sum(tuple(self._wanted.values()))
+    def used_bytes(self) -> int:
+        """Bytes of gradients and records that have what is left."""
+        return self.waiting.used_bytes + self.records.used_bytes
 
     @property
     def flying_bytes(self) -> int:
@@ -102,10 +123,21 @@ class UpdateMemory:
         weakref.finalize(storage, defer, self.waiting.free, nbytes, GRADIENTS).atexit = False
         return True
 
+    def want_records(self, holder: RecordHolder, nbytes: int) -> None:
+        """Note the bytes of records that ``holder`` would have stay, while it is alive."""
+        self._holders[holder] = nbytes
+
+    def _records_give_way(self, nbytes: int) -> None:
+        for holder in tuple(self._holders):
+            if nbytes <= 0:
+                break
+            nbytes -= holder.give_way(nbytes)
+
     def close(self) -> None:
         """Give nothing any more. Idempotent."""
-        self.waiting.close()
-        self.moving.close()
+        self._records_give_way(self.records.used_bytes)
+        for account in (self.waiting, self.moving, self.records):
+            account.close()
 
 
 class HomedWeight(Protocol):
@@ -135,7 +167,7 @@ class HomedWeight(Protocol):
 
     @property
     def update_memory(self) -> UpdateMemory | None:
-        """Memory in which its gradient may wait for an optimizer; None: no limit."""
+        """Memory for its gradient and records; None: gradients have no limit, and no records stay."""
 
     def hold(self) -> None:
         """Bring it to memory, where it may be changed and stays until ``let_go``; may wait for a read.

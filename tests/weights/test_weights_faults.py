@@ -24,6 +24,7 @@ from weights_rig import (
     assert_same,
     bits,
     built,
+    failing,
     homes_of,
     inputs,
     on_flash,
@@ -35,24 +36,6 @@ from weights_rig import (
 )
 
 LIMIT = 3 * WEIGHT_BYTES
-
-
-def failing(op, times):
-    left = [times]
-
-    def fault(request):
-        if request.op != op or not left[0]:
-            return None
-        left[0] -= 1
-        return TransferError(
-            errno=errno.EIO,
-            op=op,
-            path=request.file.path,
-            offset_bytes=request.offset_bytes,
-            nbytes=request.nbytes,
-        )
-
-    return fault
 
 
 def place_of(session, message):

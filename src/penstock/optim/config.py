@@ -33,7 +33,8 @@ class StatesConfig:
 
     host_memory: int | str = 0
     """Memory for tiles that stay, and for the ring that others pass through; the ring alone, of
-    ``RING_BYTES`` for each parameter of a tile (96 MiB), is there even if this is less."""
+    ``RING_BYTES`` for each parameter of a tile (96 MiB), is there even if this is less. 0: the ring, and
+    with weights on flash, tiles for which a session has memory left."""
 
     gradient_memory: int | str | None = None
     """Memory for gradients that wait for their tile. Those beyond it are written to flash, in their own

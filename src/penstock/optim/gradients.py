@@ -34,7 +34,7 @@ from torch import Tensor
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import PenstockWarning, SourceChangedError, TransferError
 from penstock.core.locks import Lock
-from penstock.homed import UpdateMemory, home_of
+from penstock.homed import UpdateMemory
 from penstock.io.engine import Engine, Transfer
 from penstock.optim.gradient_spill import (
     FLYING_BYTES,
@@ -43,6 +43,7 @@ from penstock.optim.gradient_spill import (
     GradientSpill,
     LeftMemory,
 )
+from penstock.optim.holds import memory_for, session_memory
 from penstock.optim.offloaded_gradient import (
     GradientPlace,
     OffloadedGradient,
@@ -153,7 +154,7 @@ class Gradients:
         if memory is not None:
             memory.want(
                 self,
-                [one.local.nbytes for one in self._params if _memory_for(one) is memory],
+                [one.local.nbytes for one in self._params if memory_for(one) is memory],
             )
 
     def _flying_bytes(self) -> int:
@@ -247,7 +248,7 @@ class Gradients:
             return False
         if self.is_given:
             return self.has_excess()
-        memory = _memory_for(param)
+        memory = memory_for(param)
         return memory is not None and not self._keep(param, grad, memory)
 
     def _keep(self, param: Param, grad: Tensor, memory: UpdateMemory) -> bool:
@@ -262,7 +263,7 @@ class Gradients:
 
     def _empty(self, param: Param, dtype: torch.dtype) -> Tensor:
         """Return memory for a gradient that was on flash: where it may stay, if there is room."""
-        memory = None if self.is_given else _memory_for(param)
+        memory = None if self.is_given else memory_for(param)
         if memory is not None:
             flat = torch.empty(param.count, dtype=dtype)
             if self._keep(param, flat, memory):
@@ -431,18 +432,6 @@ class Gradients:
             while reads:
                 first, read = reads.pop()
                 yield first, read.wait(place.dtype)
-
-
-def session_memory(params: Iterable[Param]) -> UpdateMemory | None:
-    """Return the memory that a session gives to gradients of the first weight of its; None: of none."""
-    found = (_memory_for(param) for param in params)
-    return next((each for each in found if each is not None), None)
-
-
-def _memory_for(param: Param) -> UpdateMemory | None:
-    """Return the memory that a session gives to gradients of a parameter; None: no limit."""
-    home = home_of(param.tensor)
-    return None if home is None or not param.tensor.requires_grad else home.update_memory
 
 
 def _settling(source: Gradients, index: int) -> Callable[[Tensor], None]:

@@ -12,12 +12,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from penstock.core.locks import condition
-from penstock.homed import HomedWeight, add_holder, home_of
+from penstock.homed import HomedWeight, UpdateMemory, add_holder, home_of
 from penstock.optim.params import Param, ParameterPiece, Tile
 
 
@@ -251,6 +251,18 @@ class WeightHolds:
     def _let_go(self, homes: Sequence[HomedWeight]) -> None:
         for home in homes:
             home.let_go(changed=self._changed)
+
+
+def session_memory(params: Iterable[Param]) -> UpdateMemory | None:
+    """Return what a session gives to updates of its weights; None if none of these is in a session."""
+    found = (memory_for(param) for param in params)
+    return next((each for each in found if each is not None), None)
+
+
+def memory_for(param: Param) -> UpdateMemory | None:
+    """Return what a session gives to updates of a weight; None: its gradients have no limit."""
+    home = home_of(param.tensor)
+    return None if home is None or not param.tensor.requires_grad else home.update_memory
 
 
 def _exceed(home: HomedWeight, nbytes: int) -> bool:

@@ -540,7 +540,7 @@ class Overlap:
         known = {tile.index for tile in self._order}
         order = self._order + [t for t in reversed(states.tiles) if t.index not in known]
         rank = {tile.index: place for place, tile in enumerate(order)}
-        states.pipeline.begin(order, rank, rotating=RING)
+        states.begin_records(order, rank, rotating=RING)
 
 
 def _check_alone(param: Param, mine: Overlap) -> None:

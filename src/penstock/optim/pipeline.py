@@ -14,6 +14,11 @@
     waits; or one that was read too early, which is dropped for it. There is one buffer more than
     visitors.
 
+[Note: spare buffers]
+    A session may have memory left. Then there are more buffers, of which it can have the memory again at
+    any time: one that no visitor works on, and that was not read ahead, is written if need be, and is no
+    buffer any more. Between passes their number follows what is left.
+
 [Note: which thread compresses]
     A record is squeezed by the thread that begins its write, and expanded by the one that visits it: a
     visitor, or the thread that flushes. The engine's threads only move bytes, so they begin reads and
@@ -28,6 +33,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +41,15 @@ from numpy.typing import NDArray
 from penstock.core.errors import PenstockError
 from penstock.core.locks import condition
 from penstock.core.units import round_up
+from penstock.homed import UpdateMemory
 from penstock.io.mapping import PAGE_BYTES
 from penstock.optim.params import Tile
 from penstock.optim.squeeze import Squeezer
 from penstock.optim.store import RecordStore
 from penstock.store.arena import Arena, lone_block
 from penstock.store.pool import Block
+
+_NOTHING: Final = np.empty(0, np.uint8)
 
 
 class BufferPhase(enum.Enum):
@@ -69,17 +78,21 @@ class RecordBuffer:
         leaves: True if the buffer becomes free once its record is written.
         squeezed_bytes: Length of the squeezed record at the end of the buffer; 0: it is not squeezed.
         error: Why it could not be read.
+        is_spare: True if its memory is lent: see [Note: spare buffers].
+        retires: True if it is no buffer any more once it is free.
     """
 
     __slots__ = (
-        *("address", "memory", "tile", "phase", "before", "error"),
+        *("address", "memory", "tile", "phase", "before", "error", "is_spare", "retires"),
         *("is_done", "is_early", "is_fresh", "leaves", "squeezed_bytes"),
     )
 
-    def __init__(self, address: int, memory: NDArray[np.uint8]) -> None:
+    def __init__(self, address: int, memory: NDArray[np.uint8], *, is_spare: bool = False) -> None:
         """Make an empty buffer."""
         self.address = address
         self.memory = memory
+        self.is_spare = is_spare
+        self.retires = False
         self.before = BufferPhase.FREE
         self.is_done = False
         self.clear()
@@ -129,6 +142,7 @@ class TilePipeline:
         buffer_bytes: int,
         write_through: bool,
         squeezer: Squeezer,
+        most: int = 0,
     ) -> None:
         """Make the buffers; memory becomes resident as it is first used.
 
@@ -139,6 +153,7 @@ class TilePipeline:
             buffer_bytes: Length of the longest record, with what squeezing needs.
             write_through: Write each tile in each pass.
             squeezer: Compresses the records that are written.
+            most: Number of buffers with spare ones at most: of tiles.
 
         Raises:
             BudgetError: There is no memory for the buffers.
@@ -149,6 +164,7 @@ class TilePipeline:
         self.waited_s = 0.0
         self.is_awaited = True
         self._squeezer = squeezer
+        self._most = 0 if write_through else most
         self._write_through = write_through
         self._wake = condition()
         self._block_bytes = round_up(max(buffer_bytes, 1), PAGE_BYTES)
@@ -166,28 +182,38 @@ class TilePipeline:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the buffers when all are in use."""
-        return self.count * self.buffer_bytes
+        """Bytes of the buffers when all are in use, without spare ones."""
+        return sum(not each.is_spare for each in self._buffers) * self.buffer_bytes
 
     @property
     def count(self) -> int:
         """Number of buffers."""
         return len(self._buffers)
 
-    def begin(self, order: Sequence[Tile], rank: Mapping[int, int], *, rotating: int) -> None:
+    def begin(
+        self,
+        order: Sequence[Tile],
+        rank: Mapping[int, int],
+        *,
+        rotating: int | None = None,
+        lender: UpdateMemory | None = None,
+    ) -> None:
         """Begin a pass.
 
         Args:
             order: The tiles to visit, as far as is known.
             rank: By number of a tile, its place in the pass after this one.
             rotating: Most buffers on their way in or out at once; the others are left to tiles that stay.
+                None: all.
+            lender: Memory of spare buffers, in a session that has any.
         """
+        self._borrow(lender)
         with self._wake:
             self.write_failure = None  # try again
             self._ahead = deque(order)
             self._places = {tile.index: place for place, tile in enumerate(order)}
             self._rank = rank
-            self._rotating = rotating
+            self._rotating = self.count if rotating is None else rotating
             for buffer in self._buffers:
                 buffer.is_done = False
             self._evict()
@@ -241,7 +267,7 @@ class TilePipeline:
             self._ahead.clear()
         self._settle()
         with self._wake:
-            for buffer in self._buffers:
+            for buffer in tuple(self._buffers):
                 self._free(buffer)
             self.store.filled.clear()
 
@@ -274,6 +300,57 @@ class TilePipeline:
         self._buffers.clear()
         self._holding.clear()
         self._arena.close()
+
+    # -- spare buffers ----------------------------------------------------------------------------
+
+    def give_way(self, nbytes: int) -> int:
+        """See :class:`penstock.homed.RecordHolder`. In any thread."""
+        with self._wake:
+            spare = [each for each in self._buffers if each.is_spare]
+            going = sum(each.retires for each in spare) * self._block_bytes
+            idle = [each for each in spare if self._can_retire(each)]
+            idle.sort(
+                key=lambda each: (each.tile is None, each.tile is not None and self._needed(each))
+            )
+            while idle and going < nbytes:
+                self._retire(idle.pop())
+                going += self._block_bytes
+            self._wake.notify_all()
+        self._launch()
+        return going
+
+    def _borrow(self, memory: UpdateMemory | None) -> None:
+        """Have as many spare buffers as there is memory for, between passes."""
+        if memory is None:
+            self.give_way(len(self._buffers) * self._block_bytes)
+            return
+        account = memory.records
+        spare = sum(each.is_spare for each in self._buffers)
+        memory.want_records(self, max(0, self._most - self.count + spare) * self._block_bytes)
+        self.give_way(account.used_bytes - account.limit_bytes)
+        while self.count < self._most and account.free_bytes >= self._block_bytes:
+            arena = Arena(self._block_bytes, account=account, owner="optimizer")
+            block = arena.allocate(self._block_bytes, wait=False)
+            arena.close()  # as soon as the block is freed
+            if block is None:
+                return
+            with self._wake:
+                self._add_buffer(block, is_spare=True)
+
+    def _can_retire(self, buffer: RecordBuffer) -> bool:
+        """Return whether nobody works with a buffer, or is about to. Under the lock."""
+        if buffer.retires or buffer.is_early:
+            return False
+        is_written = buffer.phase is not BufferPhase.DIRTY or self.write_failure is None
+        return buffer.phase is BufferPhase.FREE or (buffer.is_settled and is_written)
+
+    def _retire(self, buffer: RecordBuffer) -> None:
+        """Let a buffer that can retire be none any more when its record is on flash. Under the lock."""
+        buffer.retires = True
+        if buffer.phase is BufferPhase.FREE or buffer.is_fresh:
+            self._free(buffer)
+        else:
+            self._begin_eviction(buffer)
 
     # -- errors that no frame names, since frames that name what they raise live until a collection --
 
@@ -358,7 +435,7 @@ class TilePipeline:
             buffer.is_early = False
             return buffer
         if buffer.phase is BufferPhase.WRITING:
-            buffer.leaves = False
+            buffer.leaves = buffer.retires = False
         return None
 
     def _make_room(self) -> RecordBuffer | None:
@@ -485,6 +562,9 @@ class TilePipeline:
         if buffer.tile is not None:
             self._holding.pop(buffer.tile.index, None)
         buffer.clear()
+        if buffer.retires:
+            self._buffers.remove(buffer)
+            buffer.memory = _NOTHING
 
     def _make_buffers(self, count: int, least: int) -> None:
         for made in range(count):
@@ -500,8 +580,9 @@ class TilePipeline:
                 return
             self._add_buffer(block)
 
-    def _add_buffer(self, block: Block) -> None:
-        self._buffers.append(RecordBuffer(block.address, block.lend(0, block.nbytes)))
+    def _add_buffer(self, block: Block, *, is_spare: bool = False) -> None:
+        memory = block.lend(0, block.nbytes)
+        self._buffers.append(RecordBuffer(block.address, memory, is_spare=is_spare))
 
     # -- in a thread of the engine ----------------------------------------------------------------
 
@@ -517,7 +598,7 @@ class TilePipeline:
             if error is not None:
                 self.write_failure = error
                 buffer.phase = BufferPhase.DIRTY
-                buffer.leaves = False
+                buffer.leaves = buffer.retires = False
             else:
                 buffer.phase = BufferPhase.CLEAN
                 if buffer.leaves:

@@ -31,8 +31,8 @@ from penstock.io.engine import Engine
 from penstock.optim import packing
 from penstock.optim.config import RING, RING_BYTES
 from penstock.optim.formats import MASTER
-from penstock.optim.gradients import Gradients, Share, session_memory
-from penstock.optim.holds import WeightHolds
+from penstock.optim.gradients import Gradients, Share
+from penstock.optim.holds import WeightHolds, session_memory
 from penstock.optim.journal import Journal, JournalEntry
 from penstock.optim.params import Groups, Param, Tile, fresh_scalars, options_of
 from penstock.optim.pipeline import RecordBuffer, TilePipeline
@@ -236,8 +236,7 @@ class FlashStates:
         order = self.order(step.grads)
         turns = not self.holds.has_homes  # see ``order``
         rank = {tile.index: -place if turns else place for place, tile in enumerate(order)}
-        pipeline = self.pipeline
-        pipeline.begin(order, rank, rotating=pipeline.count if turns else RING)
+        self.begin_records(order, rank, rotating=None if turns else RING)
         if self.gradients is not None:
             self.gradients.begin(order, step.grads)
         try:
@@ -571,7 +570,14 @@ class FlashStates:
     def begin_visits(self, tiles: Sequence[Tile]) -> None:
         """Read ahead for visits to these tiles in this order."""
         rank = {tile.index: place for place, tile in enumerate(self.tiles)}
-        self.pipeline.begin(tiles, rank, rotating=RING)
+        self.begin_records(tiles, rank, rotating=RING)
+
+    def begin_records(
+        self, order: Sequence[Tile], rank: Mapping[int, int], *, rotating: int | None
+    ) -> None:
+        """Begin a pass of the pipeline, with what memory a session has for records."""
+        memory = session_memory(self.params)
+        self.pipeline.begin(order, rank, rotating=rotating, lender=memory)
 
     @property
     def threads(self) -> int:
@@ -597,6 +603,11 @@ class FlashStates:
         assert self._pipeline is not None
         return self._pipeline
 
+    @property
+    def has_buffers(self) -> bool:
+        """True if records have buffers now."""
+        return self._pipeline is not None
+
     def make_buffers(self) -> None:
         """Make the buffers, if there are none. Others may free memory for them, so it may wait.
 
@@ -619,6 +630,7 @@ class FlashStates:
                 buffer_bytes=room,
                 write_through=self.config.durable,
                 squeezer=self._squeezer,
+                most=0 if self.config.host_bytes else len(self.tiles),
             )
 
     def rest(self) -> None:

@@ -567,8 +567,9 @@ class StepPlanner:
     def saved_bytes(self, memory_bytes: int) -> int | None:
         """Return what saved tensors get in a step that moves few bytes and is as short as any, or nearly.
 
-        For sessions, which keep all other memory for weights, and none for records. It replays few plans:
-        those that move the fewest bytes, until one takes hardly longer than any can.
+        For sessions, which keep all other memory for weights, and what these do not need for gradients
+        that wait and for records. It replays few plans: those that move the fewest bytes, until one takes
+        hardly longer than any can.
 
         Returns:
             Bytes; None if no plan has room.

@@ -48,7 +48,8 @@
     tensor two; but a part is left for saved tensors, without which no step runs (``LAST_SHARE``). Then
     replays of the whole step divide what is left (:mod:`.memory_division`). These know steps like the one
     that was: if saved tensors need more in another, and nothing of them can be moved, weights cede it.
-    What weights do not need of their part is for their gradients, if these wait for an optimizer.
+    What weights do not need of their part is for their gradients, if these wait for an optimizer, and
+    then, once a step is known, for its records, which give way to all others.
 """
 
 from __future__ import annotations
@@ -323,7 +324,7 @@ class FirstServed(NamedTuple):
     divide: Callable[[int], int | None] = lambda _: None
     """Returns what they get of the bytes that are left to them and saved tensors; None: not known."""
     updates: UpdateMemory | None = None
-    """Memory of their gradients that wait, which is what neither they nor saved tensors need."""
+    """Memory of their gradients and records: what neither they nor saved tensors need."""
 
 
 class SharedAllowance:
@@ -414,7 +415,7 @@ class SharedAllowance:
         if self._first is not None:
             updates = self._first.updates
             beside -= self._first.account.used_bytes
-            beside -= 0 if updates is None else updates.waiting.used_bytes
+            beside -= 0 if updates is None else updates.used_bytes
         return beside
 
     def _left(self) -> int:
@@ -425,16 +426,14 @@ class SharedAllowance:
         if first is not None and first.adapts:
             left -= self._limit_first(first, max(LEAST_SHARE_BYTES, left))
         elif first is not None:
-            left -= self._limit_gradients(first, left - min(self._own_limit_bytes, left // 2))
+            left -= self._limit_updates(first, left - min(self._own_limit_bytes, left // 2))
         return min(self._own_limit_bytes, max(LEAST_SHARE_BYTES, left))
 
-    def _limit_gradients(self, first: FirstServed, left_bytes: int) -> int:
-        """Limit gradients that wait to what others leave, and return the bytes that they will have."""
+    def _limit_updates(self, first: FirstServed, left_bytes: int) -> int:
+        """Limit gradients that wait, and records that stay, to what others leave; return their bytes."""
         if first.updates is None:
             return 0
-        limit_bytes = max(0, min(left_bytes, first.updates.wanted_bytes))
-        first.updates.waiting.limit_bytes = limit_bytes
-        return limit_bytes
+        return first.updates.limit(left_bytes, with_records=self._is_divided)
 
     def _part_of(self, left_bytes: int) -> int:
         """Return what others leave; half of it while it is not known what a step takes beside them."""
@@ -451,7 +450,7 @@ class SharedAllowance:
         part = max(part - self._ceded_bytes, first.least_bytes())
         first.account.limit_bytes = min(part, left_bytes)
         taken = min(first.account.limit_bytes, first.wanted_bytes())
-        return taken + self._limit_gradients(first, first.account.limit_bytes - taken)
+        return taken + self._limit_updates(first, first.account.limit_bytes - taken)
 
     def _cede(self, nbytes: int) -> bool:
         """Give saved tensors more of what weights have; return False if weights need it."""
@@ -465,7 +464,7 @@ class SharedAllowance:
             self._ceded_bytes += nbytes
             first.account.limit_bytes -= nbytes
             self._account.limit_bytes += nbytes
-            self._limit_gradients(first, first.account.limit_bytes - first.wanted_bytes())
+            self._limit_updates(first, first.account.limit_bytes - first.wanted_bytes())
             return True
 
     def _extend_first(self, nbytes: int) -> bool:
