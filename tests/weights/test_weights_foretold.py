@@ -1,7 +1,9 @@
-"""A step moves the bytes of weights and gradients that ``penstock plan`` foretells, to the page."""
+"""What a step reads and writes is what plans of it foretell, to the page."""
 
+import gc
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +12,24 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.core.units import MIB
+from penstock.hooks.module_weights import session_weights
 from penstock.lab.dry.profile import dry_step
 from penstock.optim import FlashAdamW
 from penstock.plan import Machine, policies
 from penstock.plan.micro_batches import accumulated, micro_batched
 from penstock.plan.training_step import StepPlanner, forward_part
-from penstock.plan.weights import IN_STEP, forward_only
-from weights_rig import PATIENCE_S, TierTraffic, Traffic, built, settle
+from penstock.plan.weights import IN_STEP, forward_only, step_bytes
+from weights_rig import (
+    PATIENCE_S,
+    Chain,
+    TierTraffic,
+    Traffic,
+    built,
+    flash_adamw,
+    inputs,
+    settle,
+    train_step,
+)
 
 AMPLE = 1 << 50
 WIDTH = 1024
@@ -200,3 +213,84 @@ def test_bytes_of_gradients_that_wait_are_those_foretold(how, disk_path):
     assert found[:2] == [expected.weights_read, expected.weights_written]
     assert (found[2:] or [0, 0]) == [expected.gradients_read, expected.gradients_written]
     assert (expected.gradients_read > 0) == ("gradient_memory" in options)
+
+
+TILE = 1 << 16
+PAGE_BYTES = 4096
+TENSOR = 1 << 19
+OF_CLASSES = [
+    ({"overlap": True}, {"weights_memory": "6MiB", "device_memory": "6MiB"}),
+    ({"overlap": True}, {"weights_memory": "9MiB", "device_memory": "9MiB"}),
+    ({"threads": 1, "gradient_memory": "1GiB"}, {"memory": "48MiB"}),
+]
+
+
+@pytest.mark.parametrize(("updates", "limits"), OF_CLASSES, ids=str)
+def test_bytes_of_each_class_are_those_of_the_plan_of_a_session(updates, limits, disk_path):
+    gc.collect()  # optimizers of other tests
+    model = built(lambda: Chain(depth=12, width=512))
+    [x] = inputs(1, shape=(256, 512))
+    optimizer = flash_adamw(model, disk_path, tile=TILE, squeeze=False, **updates)
+    settings = {"weights": "flash", "flash": disk_path, "floor": "64KiB", "codec": "none"}
+    with penstock.offload(model, **settings, **limits) as session:
+        found = []
+        for _ in range(8):
+            before = moved_bytes(session)
+            train_step(model, optimizer, x)
+            land(session, optimizer)
+            found.append(
+                {
+                    k: [a - b for a, b in zip(v, before[k], strict=True)]
+                    for k, v in moved_bytes(session).items()
+                }
+            )
+        expected = session_step(session)
+    optimizer.close()
+    found = found[-3:]  # limits and orders are as they stay
+    assert [each["weights"] for each in found] == 3 * [expected["weights"]]
+    records, saved = expected["optimizer"], expected["flash"]
+    # two threads update tiles with overlap, and each may be ahead of the other
+    assert all(
+        abs(a - b) <= 2 * 8 * TILE * ("overlap" in updates)
+        for each in found
+        for a, b in zip(each["optimizer"], records, strict=True)
+    )
+    # what is needed before it is written, or freed, is not read
+    assert all(read <= written for read, written in (each["flash"] for each in found))
+    pages = saved[0] // TENSOR * PAGE_BYTES
+    assert 0 <= max(written for _, written in (each["flash"] for each in found)) - saved[0] <= pages
+
+
+def moved_bytes(session):
+    """Bytes read and written so far, by class."""
+    found = {each: [0, 0] for each in ("weights", "optimizer", "flash")}
+    for flow in session.summary().to_json()["flows"]:
+        if flow["tier"] in found and flow["stage"] in ("read", "write"):
+            found[flow["tier"]][flow["stage"] == "write"] += flow["nbytes"]
+    return found
+
+
+def land(session, optimizer):
+    """Wait until nothing moves, and nothing can be read ahead."""
+    settle(session._weights)
+    pipeline = optimizer._penstock.pipeline
+    with pipeline._wake:
+        pipeline._wake.wait_for(lambda: not any(each.is_moving for each in pipeline._buffers))
+
+
+def session_step(session):
+    """Bytes read and written in a step, by class, as a session plans it."""
+    profile = session.profile
+    weights = session_weights(session.modules, session.optimizers, profile.operators)
+    limit = min(session._weights.account.limit_bytes, session._weights.total_bytes)
+    planner = StepPlanner(
+        profile, weights, session.machine, policy=policies.get("keep"), weights_bytes=limit
+    )
+    choice = planner.plan(1 << 40).choice
+    moved = step_bytes(weights, replace(choice, cached=frozenset()))
+    saved = session.plan.offloaded_bytes
+    return {
+        "weights": [moved.weights_read, moved.weights_written],
+        "optimizer": [moved.records_read, moved.records_written],
+        "flash": [saved, saved],
+    }

@@ -30,7 +30,7 @@ from penstock.optim.overlap import Overlap
 from penstock.optim.params import options_of
 from penstock.optim.probe import ProbedOptimizer, probe
 from penstock.optim.states import FlashStates
-from penstock.optim.wear import StepWear, wear_of
+from penstock.optim.wear import StepWear, staying_tiles, wear_of
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
 _FIELDS = frozenset(field.name for field in fields(StatesConfig))
@@ -125,10 +125,14 @@ class OnFlash(torch.optim.Optimizer):
         return loss
 
     def record_bytes(self) -> dict[Tensor, int]:
-        """Return the bytes of each parameter's records on flash, which a step reads and writes once."""
+        """Return the bytes of each parameter's records that a step reads and writes.
+
+        Those that stay in memory are not counted, as far as that is known before the next step.
+        """
         states = self._penstock
         found = dict.fromkeys(range(len(states.params)), 0.0)
-        for tile in states.tiles:
+        stay = staying_tiles(states) if states.has_buffers else 0
+        for tile in states.tiles[: len(states.tiles) - stay]:
             for piece in tile.pieces:
                 share = (piece.stop - piece.start) / max(1, tile.elements)
                 found[piece.param] += share * tile.record_bytes
