@@ -237,7 +237,7 @@ def test_bytes_of_each_class_are_those_of_the_plan_of_a_session(updates, limits,
         for _ in range(8):
             before = moved_bytes(session)
             train_step(model, optimizer, x)
-            land(session, optimizer)
+            land_all(session, optimizer)
             found.append(
                 {
                     k: [a - b for a, b in zip(v, before[k], strict=True)]
@@ -270,7 +270,7 @@ def moved_bytes(session):
     return found
 
 
-def land(session, optimizer):
+def land_all(session, optimizer):
     """Wait until nothing moves, and nothing can be read ahead."""
     settle(session._weights)
     pipeline = optimizer._penstock.pipeline
