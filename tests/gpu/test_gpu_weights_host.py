@@ -7,6 +7,7 @@ import torch
 from gpu_weights_rig import (
     DEPTH,
     DEVICE,
+    FLOOR,
     LIMIT,
     WEIGHT_BYTES,
     WIDTH,
@@ -19,6 +20,7 @@ from gpu_weights_rig import (
 )
 from torch import nn
 
+import penstock
 from penstock.core.errors import ClosedError, NoSpaceError, PenstockWarning
 from penstock.core.units import MIB
 from penstock.homed import home_of
@@ -89,15 +91,22 @@ def test_weights_pass_the_link_alone(tmp_path):
     assert_same([found, state_of(model)], [expected, state_of(plain)])
 
 
+@pytest.mark.parametrize("is_built_on_flash", [False, True])
 def test_where_not_all_fit_nothing_is_moved_and_the_error_says_what_is_needed(
-    tmp_path, monkeypatch
+    is_built_on_flash, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(CudaMover, "free_pinned_bytes", property(lambda _: 3 * WEIGHT_BYTES))
-    model = built()
+    if is_built_on_flash:
+        with penstock.built_on_flash(str(tmp_path), floor=FLOOR):
+            model = built("cpu")
+    else:
+        model = built()
+    homes = [home_of(each) for each in model.parameters()]
     needed = DEPTH * WEIGHT_BYTES
     with pytest.raises(NoSpaceError, match=rf"{needed} bytes\).*by at least {needed // 2} bytes"):
-        on_device_flash(model, tmp_path, weights="host").open()
-    assert all(home_of(each) is None for each in model.parameters())
+        on_device_flash(model, tmp_path, weights="host", device=DEVICE).open()
+    assert [home_of(each) for each in model.parameters()] == homes
+    assert {each.is_cpu for each in model.parameters()} == {is_built_on_flash}
     assert_same(state_of(model), state_of(built()))
 
 

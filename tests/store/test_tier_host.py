@@ -4,6 +4,7 @@ import gc
 import threading
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 from tier_builders import host
 
@@ -13,6 +14,7 @@ from penstock.observe.recorder import Recorder
 from penstock.store import HostTier
 from penstock.store.account import Account
 from penstock.store.arena import Arena
+from penstock.store.host import MemoryPlace, MemoryTier
 from penstock.testing.engines import aligned
 from penstock.testing.tier_machine import assert_equal, read, wait_until, write
 
@@ -122,3 +124,26 @@ class TestHostTier:
         del tier
         gc.collect()
         wait_until(lambda: not threads("penstock-dropped-0"))
+
+
+def test_memory_of_the_caller_is_overwritten_in_place_and_read_as_far_as_it_goes():
+    tier = MemoryTier("mine")
+    place, other = MemoryPlace(np.zeros(5000, np.uint8)), np.arange(5000).astype(np.uint8)
+    ticket = tier.write(
+        other.ctypes.data, 5000, keep_alive=other, label="a", at=place, is_private=True
+    )
+    ticket.written.wait()
+    assert (place.memory == other).all()
+    whole = tier.adopt(
+        place, 8192, label="b", checksum=None
+    )  # in whole pages, as those in files are
+    target = np.full(8192, 7, np.uint8)
+    tier.read(whole, target.ctypes.data, keep_alive=target).wait()
+    assert (target[:5000] == other).all()
+    assert (target[5000:] == 7).all()
+    for each in (ticket, whole):
+        tier.discard(each)
+    assert (place.memory == other).all()
+    tier.close()
+    with pytest.raises(ClosedError):
+        tier.read(ticket, target.ctypes.data, keep_alive=target)

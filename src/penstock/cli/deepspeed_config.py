@@ -300,7 +300,7 @@ class _Reader:
         if device == "cpu":
             return Counterpart.RANKS, (
                 "offload_policy=CPUOffloadPolicy() of fully_shard, which keeps them in host memory;"
-                " Penstock has weights on the device, or on flash by weights='flash'"
+                " Penstock has weights there by weights='host' on one GPU, or on flash by weights='flash'"
             )
         return Counterpart.SESSION, "weights='flash'"
 

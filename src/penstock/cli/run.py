@@ -179,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         type=size,
         help="with --optimizer-state flash: memory for gradients; the rest is offloaded to flash"
-        " (default: no limit; with --weights flash: 0)",
+        " (default: no limit; with --weights flash or host: 0)",
     )
     made.add_argument(
         "--state",
@@ -518,7 +518,7 @@ def _optimizer_settings(
     if not config.directories:
         raise ConfigError("--optimizer-state flash needs a directory: --flash DIR")
     gradients = options.gradient_memory
-    if gradients is None and config.weights == "flash":  # they take as much as weights
+    if gradients is None and config.weights != "keep":  # they take as much as weights
         gradients = 0
     return {
         "flash": config.directories,

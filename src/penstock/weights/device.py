@@ -1,12 +1,12 @@
 """Weights of models on a device: at rest elsewhere, brought to device memory through pinned memory.
 
 [Note: weights on a device]
-    The home is a place in a file, as for the CPU, or in host memory (:mod:`.host_places`); but kernels
-    cannot work with a mapping of it. At rest
-    the parameter is one NaN on the device, with strides of 0 (:mod:`.resting`). The mover of the session
-    brings it, as it brings saved tensors back: through pinned memory, on streams of its own, and each
-    stream that works with it waits for the copy (``use``). The memory belongs to torch's allocator, which
-    learns of these streams, so it is not given to others before their kernels are done.
+    The home is a place in a file, as for the CPU, or in host memory (:mod:`.host_places`); but
+    kernels cannot work with a mapping of it. At rest the parameter is one NaN on the device, with
+    strides of 0 (:mod:`.resting`). The mover of the session brings it, as it brings saved tensors
+    back: through pinned memory, on streams of its own, and each stream that works with it waits for
+    the copy (``use``). The memory belongs to torch's allocator, which learns of these streams, so it
+    is not given to others before their kernels are done.
 
     What was changed is written home through pinned memory, too. The copy comes after all streams that
     have worked with the weight, and the weight stays in device memory until the write has ended: so one

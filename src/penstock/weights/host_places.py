@@ -202,6 +202,7 @@ class HostPlaces:
     def _no_space(self, weights: Sequence[tuple[str, int]]) -> NoSpaceError:
         needed = sum(round_up(nbytes, UNIT_BYTES) for _, nbytes in weights)
         free = self._mover.free_pinned_bytes
+        missing = max(needed - free, UNIT_BYTES)  # what is free may be in pieces
         return NoSpaceError(
             errno=errno.ENOSPC,
             op="allocate",
@@ -211,6 +212,6 @@ class HostPlaces:
             free_bytes=free,
             advice=f"{format_bytes(needed)} ({needed} bytes) of weights, from {weights[0][0]} on, are to"
             f" rest in the host tier, which has {format_bytes(free)} ({free} bytes) left: raise"
-            f" host_memory by at least {needed - free} bytes, or name a directory and set"
+            f" host_memory by at least {missing} bytes, or name a directory and set"
             " weights='flash', with which those that fit rest there",
         )

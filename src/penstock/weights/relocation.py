@@ -2,10 +2,10 @@
 
 [Note: a model that is elsewhere for a session]
     Each large weight keeps its place in a file, or in its own memory, or rests in pinned memory for the
-    time (:mod:`.host_places`). What changes is the parameter's memory at rest: on the
-    host the mapping of that place, on the device one NaN (:mod:`.device`). The rest of the model, small
-    weights and buffers, is copied to the device, and back when the session is closed. Then every weight
-    is written home and rests on the host again. Parameters are the same objects all the time.
+    time (:mod:`.host_places`). What changes is the parameter's memory at rest: on the host the mapping
+    of that place, on the device one NaN (:mod:`.device`). The rest of the model, small weights and
+    buffers, is copied to the device, and back when the session is closed. Then every weight is written
+    home and rests on the host again. Parameters are the same objects all the time.
 """
 
 from __future__ import annotations
