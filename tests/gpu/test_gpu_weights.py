@@ -270,7 +270,7 @@ TOUCHES = {
     ("touch", "place"),
     [
         *((touch, "flash") for touch in TOUCHES),
-        *((touch, "host") for touch in ("deepcopy", "double", "data", "in place", "unfrozen")),
+        *((touch, "host") for touch in ("double", "in place", "unfrozen")),
     ],
 )
 def test_who_touches_weights_at_rest_gets_what_plain_ones_give(touch, place, tmp_path):

@@ -88,10 +88,18 @@ def plainly_trained(make, directory):
     return [run(model, make, directory), state_of(model)]
 
 
-@pytest.mark.parametrize("make", [flash_adamw, momentum])
 @pytest.mark.parametrize(
-    ("is_built_on_flash", "place"),
-    [(True, "flash"), (False, "flash"), (True, "host"), (False, "host"), (False, "host, staged")],
+    ("make", "is_built_on_flash", "place"),
+    [
+        *(
+            (make, is_built, "flash")
+            for make in (flash_adamw, momentum)
+            for is_built in (True, False)
+        ),
+        (flash_adamw, True, "host"),
+        (momentum, False, "host"),
+        (momentum, False, "host, staged"),
+    ],
 )
 def test_it_is_trained_there_and_on_the_host_again_afterwards(
     make, is_built_on_flash, place, tmp_path

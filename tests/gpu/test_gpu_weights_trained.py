@@ -131,7 +131,7 @@ OPTIMIZERS = {
     ("case", "place"),
     [
         *((case, "flash") for case in OPTIMIZERS),
-        *((case, "host") for case in ("sgd", "overlap, gradients used up", "durable")),
+        ("overlap, gradients used up", "host"),
     ],
 )
 def test_bits_are_those_of_weights_in_device_memory_within_the_limit(case, place, tmp_path):
