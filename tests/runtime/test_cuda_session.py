@@ -118,6 +118,20 @@ def test_host_memory_is_shared_out_as_documented(tmp_path, host_memory, flash, p
     assert accelerator._host_parts(config) == parts
 
 
+@pytest.mark.parametrize(
+    ("host_memory", "named", "parts"),
+    [
+        (2 * GIB, {}, {"host tier": 2 * GIB}),
+        (100 * MIB, {"device": "cuda"}, {"staging": 100 * MIB}),
+        (128 * MIB, {"device": "cuda"}, {"staging": 64 * MIB, "host tier": 64 * MIB}),
+        (2 * GIB, {"flash": "flash"}, {"staging": 512 * MIB, "host tier": 1536 * MIB}),
+    ],
+)
+def test_weights_in_host_memory_leave_less_for_staging(host_memory, named, parts):
+    config = OffloadConfig(weights="host", host_memory=host_memory, **named)
+    assert accelerator._host_parts(config) == parts
+
+
 class Work(torch.autograd.Function):
     """Saves its result; the device needs some time for it, and twice as much for its backward."""
 

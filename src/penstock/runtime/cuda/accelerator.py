@@ -194,9 +194,9 @@ def _host_parts(config: OffloadConfig, *, staged: bool = True) -> dict[str, int]
         return {"host tier": total} if total else {}
     if total < LEAST_STAGING_BYTES:
         raise ConfigError(
-            f"host_memory is {total} bytes: on CUDA all that goes to flash, or to memory of the model's"
-            f" own, passes through it; give at least {format_bytes(LEAST_STAGING_BYTES)}, and better some"
-            " times the largest tensor"
+            f"host_memory is {total} bytes: on CUDA all that goes to flash passes through it, and so do"
+            " weights of a model on the host; give at least"
+            f" {format_bytes(LEAST_STAGING_BYTES)}, and better some times the largest tensor"
         )
     is_tier_first = config.weights == "host"
     if total <= (2 * LEAST_STAGING_BYTES - 1 if is_tier_first else ALL_STAGING_BYTES):
