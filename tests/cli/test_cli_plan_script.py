@@ -11,6 +11,7 @@ from penstock.cli import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MIB = 2**20
+WHOLE = ("--weights", "flash", "--machine", "h200", "--json")
 
 TRAIN = """
     import argparse
@@ -47,6 +48,8 @@ TRAIN = """
     def step():
         for _ in range(options.passes):
             loss_of()
+        if options.how == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -271,7 +274,8 @@ def test_the_text_answers_with_a_sentence_a_table_and_a_picture(work):
         ),
         start_plan(work, "train.py", "--how", "unknown", options=("--memory", "8MiB")),
         start_plan(
-            work, "-m", "train", options=("--weights", "flash", "--machine", "h200", "--json")
+            *(work, "-m", "train", "--how", "clip"),
+            options=(*WHOLE, "--gradient-memory", "0B"),
         ),
     ]
     loop, unknown, whole = [end(process) for process in processes]
@@ -287,7 +291,10 @@ def test_the_text_answers_with_a_sentence_a_table_and_a_picture(work):
     assert "LBFGS is not element-wise" in unknown.out
     assert whole.code == 0, whole.err
     step = json.loads(whole.out)
-    assert (step["network"], step["device"], step["update"]) == ("-m train", "cpu", "step")
+    assert (step["device"], step["update"], step["clips"]) == ("cpu", "step", True)
+    assert step["network"] == "-m train --how clip"
+    moved = step["step"]["moved"]  # beside the last layer's gradient, which is short
+    assert (moved["gradients_read"], moved["gradients_written"]) == (18 * MIB, 12 * MIB)
     assert (step["units"], step["unit"], step["optimizer"]) == (1024, "samples", "AdamW")
     assert step["step"]["weight_bytes"] == 4 * (6 * 513 * 512 + 513 * 10)
     assert step["step"]["disk_bytes"] > 2 * step["step"]["weight_bytes"]
@@ -304,7 +311,7 @@ def test_the_text_answers_with_a_sentence_a_table_and_a_picture(work):
         (["--optimizer", "adam", "--script", "x.py"], "--optimizer does not go with --script"),
         (["--format", "int8", "--script", "x.py"], "--format needs --weights flash or --ranks"),
         (["--parts", "2", "--script", "x.py"], "--parts does not go with --script: the script has"),
-        (["--clip", "--script", "x.py"], "--clip needs --weights flash or --ranks"),
+        (["--clip", "--script", "x.py"], "--clip does not go with --script: it is noted if"),
         (["--memory", "8MiB,x", "--script", "x.py"], "--memory"),
         (["--step", "0", "--script", "x.py"], "--step is 0; it must be 1 or more"),
         (["--policy", "all", "--script", "x.py"], "--policy all does not go with --script"),

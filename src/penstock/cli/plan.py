@@ -144,8 +144,8 @@ def parser() -> argparse.ArgumentParser:
             name, metavar="M", type=int, help=f"with --weights flash: {text} (default: 1)"
         )
     made.add_argument(
-        "--clip", action="store_true", help="with --weights flash: gradients are clipped by"
-        " their norm, so updates come in step(); with --script by the script, which reads those on flash",
+        "--clip", action="store_true", help="with --weights flash: the optimizer clips gradients by their"
+        " norm (clip_norm), so updates come in step()",
     )  # fmt: skip
     made.add_argument(
         "--format", choices=FORMATS, help="with --weights flash or --ranks: format of the records"

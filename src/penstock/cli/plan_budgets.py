@@ -229,6 +229,7 @@ class BudgetRequest:
             states=states,
             update=IN_STEP,
             own_optimizer=True,
+            clips=step.clips,
             gradient_memory=_AMPLE_BYTES if weights_stay else None,
         )
         least = request.planner.least.total

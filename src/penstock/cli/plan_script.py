@@ -43,6 +43,7 @@ _OF_THE_SCRIPT: Final = {
     "autocast": "the script says if it trains under autocast",
     "accumulate": "the script says how many backwards make its step",
     "parts": "the script has micro-batches, or not",
+    "clip": "it is noted if the script clips gradients",
     "set": "the script makes its own network",
     "device": "the script says where it computes",
     "device_memory": "use --memory, which lists the budgets to compare",
@@ -94,8 +95,6 @@ def _check(options: argparse.Namespace) -> None:
     for name in () if whole else _OF_WHOLE_STEPS:
         if getattr(options, name) is not None:
             raise ConfigError(f"{_option(name)} needs --weights flash or --ranks")
-    if options.clip and not whole:
-        raise ConfigError("--clip needs --weights flash or --ranks")
     if options.flash and options.machine is not None:
         raise ConfigError("--flash is measured where no --machine is named; give one of the two")
     if options.plot is not None and whole:

@@ -182,7 +182,7 @@ class StepRequest:
             saved_bytes=self.saved_bytes,
             update=self.update,
             gradient_memory=self.gradient_memory,
-            clips=self.clips,
+            clips=self.clips and self.update == IN_STEP,
         )
 
     @property
@@ -357,7 +357,7 @@ def check_step(
         states=states,
         update=options.update or _update_of(options, recorded),
         own_optimizer=recorded is not None,
-        clips=options.clip and recorded is not None,
+        clips=recorded is not None and recorded.clips,
         gradient_memory=None
         if options.gradient_memory is None
         else bytes_of(options, "gradient_memory", 0),
@@ -490,8 +490,7 @@ def _changes(request: StepRequest, plan: StepPlan) -> Iterator[ChangedStep]:
         other = next(one for one in PARALLEL if one != ranks.parallel)
         yield _changed(other, replace(request, ranks=replace(ranks, parallel=other)))
     if plan.in_step:
-        in_backward = replace(request, update=IN_BACKWARD, clips=False)
-        yield _changed("updates in backward", in_backward)
+        yield _changed("updates in backward", replace(request, update=IN_BACKWARD))
     more = replace(request, memory_bytes=2 * request.memory_bytes)
     is_given = request.weights_bytes is not None and request.saved_bytes is not None
     if (plan.read_bytes or plan.written_bytes) and not is_given:
@@ -572,6 +571,7 @@ def document(request: StepRequest, plan: StepPlan, changes: list[ChangedStep]) -
         "forward_only": request.forward_only,
         "policy": request.policy,
         "update": request.update,
+        "clips": request.clips,
         "memory_bytes": request.memory_bytes,
         "flash_bytes": request.flash_bytes,
         "tbw_bytes": request.tbw_bytes,

@@ -44,6 +44,8 @@ class RecordedStep:
     """Names of these states, each with a value for each parameter."""
     states_unknown: str
     """Reason why the states are not known, or cannot be on flash; ``""`` if they can."""
+    clips: bool
+    """True if the script has clipped gradients by their norm, after the last backward."""
     process_peak_bytes: int
     """Most memory that the process has held until then; on CUDA that torch has held on the device."""
     machine: Machine

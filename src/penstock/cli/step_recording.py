@@ -6,6 +6,7 @@ A session that keeps everything is open while the script runs. Before the optimi
 
 from __future__ import annotations
 
+import functools
 import importlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -111,6 +112,10 @@ class StepRecording:
         self._launchers = [(one, one.start_processes) for one in _launchers()]
         for module, _ in self._launchers:
             module.start_processes = self._refuse_processes
+        self._clips = False
+        self._clippers = [(one, one.clip_grad_norm_) for one in _clippers()]
+        for module, clip in self._clippers:
+            module.clip_grad_norm_ = self._noting_clips(clip)
 
     def close(self) -> None:
         """Remove the hooks, and close the session. Idempotent."""
@@ -118,6 +123,9 @@ class StepRecording:
         for module, start in self._launchers:
             module.start_processes = start
         self._launchers = []
+        for module, clip in self._clippers:
+            module.clip_grad_norm_ = clip
+        self._clippers = []
         self._session.close()
 
     @property
@@ -184,12 +192,23 @@ class StepRecording:
         )
         raise StepReached
 
+    def _noting_clips(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that clips gradients by their norm, and notes that."""
+
+        @functools.wraps(clip)
+        def noted(*args: Any, **options: Any) -> Any:
+            self._clips = True
+            return clip(*args, **options)
+
+        return noted
+
     def _after_step(self) -> None:
         """Forget a step that was trained, before the one to be recorded."""
         if self._trained < self._number - 1:
             self._trained += 1
             self._planner.records.clear()
             self._inputs.clear()
+            self._clips = False
 
     def _note_inputs(self, module: torch.nn.Module, args: Any, options: Any, output: Any) -> None:
         """Note the inputs of a call; those of the outermost module count."""
@@ -237,6 +256,7 @@ class StepRecording:
             ),
             states=tuple(state.name for state in next(iter(states.values()), ())),
             states_unknown=unknown,
+            clips=self._clips,
             process_peak_bytes=_peak_bytes(self._session.device),
             machine=self._machine(),
         )
@@ -278,6 +298,11 @@ def _staging_bytes() -> int | None:
 def _launchers() -> list[Any]:
     """Return the modules of torch that have the function by which ranks are started."""
     return [torch.multiprocessing, importlib.import_module("torch.multiprocessing.spawn")]
+
+
+def _clippers() -> list[Any]:
+    """Return the modules of torch that have the function which clips gradients by their norm."""
+    return [torch.nn.utils, importlib.import_module("torch.nn.utils.clip_grad")]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
