@@ -19,6 +19,7 @@ from penstock.runtime.policy_request import PolicyRequest
 if TYPE_CHECKING:
     from penstock.plan.training_step import StepPlanner
 
+_AMPLE_BYTES: Final = 1 << 60
 DIVISION: Final = "memory_division"
 """Mark of a division that was found."""
 
@@ -92,6 +93,7 @@ class MemoryDivision:
 
         weights = self._weights(request.profile)
         self._gradient_bytes = training_step.gradient_bytes(weights)
+        self._gradient_bytes += sum(one.trained_bytes for one in weights if one.waits)
         return training_step.StepPlanner(
             request.profile,
             weights,
@@ -100,4 +102,5 @@ class MemoryDivision:
             least_policy=policies.get("all") if request.policy == "auto" else None,
             host_bytes=request.budgets.host_bytes,
             most_saved_bytes=left_bytes,
+            gradient_memory=_AMPLE_BYTES,
         )
