@@ -462,6 +462,11 @@ def test_updates_in_step_come_after_backward_and_gradients_wait_for_them():
     assert spilled.memory.gradients == 0
     assert spilled.replayed.moved.gradients_written == gradients
     assert spilled.read_bytes == spilled.written_bytes == records + gradients
+    assert spilled.disk_bytes == records + gradients
+    tight = planner(
+        *(profile, weights), weights_stay=True, update=IN_STEP, flash_bytes=records + gradients - 1
+    )
+    assert tight.plan(10**9).disk_bytes < records + gradients
     # written while backward computes, and read with the records
     assert spilled.replayed.tail_ns == pytest.approx(
         tail_ns(records + gradients, records), rel=0.02
@@ -524,6 +529,11 @@ def test_backwards_that_accumulate_read_weights_as_often_and_their_sums_wait():
     more = found.plan(found.least.total + count * each)
     assert more.replayed.moved.gradients_read < 2 * count * each
     assert found.plan(10**12).memory.gradients == count * each
+    in_memory = planner(profile, weights, gradient_memory=10**12)
+    with pytest.raises(
+        BudgetError, match=r"MiB, 160\.00 MiB of gradients that wait, 0 B of buffers"
+    ):
+        in_memory.plan(MB)
 
 
 def test_micro_batches_pass_a_block_together_and_save_all_of_their_tensors():

@@ -154,7 +154,7 @@ class StepPlan:
     """Least memory for this step."""
     disk_bytes: int
     """Bytes on flash: all weights (unless they never leave memory, or rest in host memory), all records,
-    and the most saved tensors at once. With several ranks, those of one."""
+    gradients that wait there, and the most saved tensors at once. With several ranks, those of one."""
     parameters: int
     """Number of trained parameters, of all ranks together."""
     weights_stay: bool
@@ -374,7 +374,7 @@ class StepPlanner:
             PlanError: No plan keeps its own budget, or the tiers have no room for saved tensors.
         """
         for one in sorted(self.candidates, key=lambda one: one.memory.total):
-            if self._fits(self.replay(one)):
+            if self._fits(one, self.replay(one)):
                 return one.memory
         if self._saved_limit is not None:
             raise PlanError(
@@ -555,7 +555,7 @@ class StepPlanner:
                 break
             one = fitting[place]
             found = self.replay(one)
-            if not self._fits(found):
+            if not self._fits(one, found):
                 continue
             written = found.moved.written + found.activations_written
             rank = (found.step_ns, written, one.memory.total, place)
@@ -583,7 +583,7 @@ class StepPlanner:
         best: tuple[int, int] | None = None
         for one in sorted(fitting, key=self._moved_bytes)[:_FEW]:
             found = self.replay(one)
-            if not self._fits(found):
+            if not self._fits(one, found):
                 continue
             if best is None or found.step_ns * _ALIKE < best[0]:
                 best = found.step_ns, one.memory.saved
@@ -638,9 +638,14 @@ class StepPlanner:
         """Return the time in which the processor computes."""
         return found.compute_ns + (found.update_ns if self._profile.device == "cpu" else 0)
 
-    def _fits(self, found: ReplayedStep) -> bool:
-        """Return True if memory was kept, and the tiers have room for saved tensors."""
+    def _spilled_bytes(self, choice: WeightsChoice) -> int:
+        """Return the bytes on flash of gradients that wait there."""
+        return sum(w.gradient_bytes for w in self.weights if w.module in choice.spilled)
+
+    def _fits(self, one: _Candidate, found: ReplayedStep) -> bool:
+        """Return True if memory was kept, and the tiers have room for saved tensors and gradients."""
         host, flash = found.tier_peak_bytes
+        flash += self._spilled_bytes(one.choice)
         return found.feasible and host <= self._host_bytes and flash <= self._room_bytes
 
     @cached_property
@@ -714,7 +719,10 @@ class StepPlanner:
             memory=one.memory,
             memory_bytes=memory_bytes,
             least_bytes=self.least.total,
-            disk_bytes=self.home_bytes + self.record_bytes + found.tier_peak_bytes[1],
+            disk_bytes=self.home_bytes
+            + self.record_bytes
+            + found.tier_peak_bytes[1]
+            + self._spilled_bytes(one.choice),
             parameters=sum(w.trained for w in self.weights if w.updated),
             weights_stay=self._weights_stay,
             in_step=any(w.is_updated_in_step for w in self.weights),
@@ -731,11 +739,14 @@ class StepPlanner:
     def _too_little(self, memory_bytes: int) -> BudgetError:
         least = self.least
         largest = max(self.weights, key=lambda one: one.nbytes + one.trained_bytes * one.updated)
+        waiting = (
+            f" {format_bytes(least.gradients)} of gradients that wait," if least.gradients else ""
+        )
         return BudgetError(
             f"memory of {format_bytes(memory_bytes)} ({memory_bytes} bytes) is too little for this step:"
             f" it needs {least.total} bytes, {format_bytes(least.total)}: a window of"
             f" {format_bytes(least.window)} for weights and gradients, of which the largest module is"
-            f" {largest.module or '<root>'!r} with {format_bytes(largest.nbytes)},"
+            f" {largest.module or '<root>'!r} with {format_bytes(largest.nbytes)},{waiting}"
             f" {format_bytes(least.rings)} of buffers, {format_bytes(least.kept)} of weights that stay"
             f" and {format_bytes(least.saved)} of saved tensors; give at least that, or a smaller batch",
             slot=largest.module,

@@ -247,7 +247,8 @@ def _disk(plan: StepPlan, flash_bytes: int | None, ranks: Ranks) -> str:
     rank = "" if ranks.count == 1 else f" by each rank, {format_bytes(node)} on each node"
     return (
         f"{format_bytes(plan.disk_bytes)} of flash needed{rank}{room}:"
-        f" {_weights_on_flash(plan)}all records, and saved tensors"
+        f" {_weights_on_flash(plan)}all records,"
+        f" {'gradients that wait, ' if plan.choice.spilled else ''}and saved tensors"
     )
 
 
