@@ -1,11 +1,14 @@
 """The poster's experiment: nine networks at full size, scaled down beside neighbours, and by two ranks.
 
 ``full``: the published networks, three epochs, saved in three ways, with nothing beside them: what a
-checkpoint every 100 steps holds training up; and then five of them at the same time. ``scaled``: a
-quarter of depths and widths, three epochs, with copies and programs beside each job. ``ddp`` and
-``pipeline``: a quarter too, one epoch, some of the networks, each trained by two processes with nothing
-beside them. Each network is a part (``--parts``), so that several sittings, each ended by ``--limit``,
-make one result; the parts are put together as ``penstock characterize --merge`` does.
+checkpoint every 100 steps holds training up; and then five of them at the same time. ``mix``: the other
+four at the same time, three epochs of three steps, with one thread each. (With threads for all cores,
+as in the mix of five, jobs wait for each other's threads: a step of BERT-Base took 15 times as long as
+alone.) ``scaled``: a quarter of depths and widths, three epochs, with copies and programs beside each
+job. ``ddp`` and ``pipeline``: a quarter too, one epoch, some of the networks, each trained by two
+processes with nothing beside them. Each network is a part (``--parts``), so that several sittings, each
+ended by ``--limit``, make one result; the parts are put together as ``penstock characterize --merge``
+does.
 
     python benchmarks/macro/characterize.py --dir /nvme/scratch --parts parts.jsonl --limit 200
 """
@@ -27,6 +30,7 @@ from penstock.report.table import to_text
 
 ASKED = {
     "full": {"scale": 1.0, "epochs": 3, "steps": 5, "colocate": 0},
+    "mix": {"scale": 1.0, "epochs": 3, "steps": 3, "colocate": 0, "threads": 1},
     "scaled": {"scale": 0.25, "epochs": 3, "colocate": 1},
     "ddp": {"scale": 0.25, "epochs": 1, "colocate": 0, "parallel": "ddp"},
     "pipeline": {"scale": 0.25, "epochs": 1, "colocate": 0, "parallel": "pipeline"},
@@ -35,6 +39,7 @@ BY_RANKS = ("bert-base", "gpt2", "resnet18", "alexnet")
 """Networks that two processes train."""
 MIX = ("bert-base", "gpt2", "resnet18", "resnet50", "alexnet")
 """Networks that share the machine at full size."""
+MIXES = {"full": MIX, "mix": tuple(name for name in NETWORKS if name not in MIX)}
 LAST = "bert-large"
 """It takes longest, and is measured when the others are."""
 
@@ -58,7 +63,8 @@ def main():
     for what in options.what:
         names = [(name,) for name in sorted(networks_of(what), key=lambda name: name == LAST)]
         asked = [{"networks": each} for each in names]
-        asked += [{"networks": (), "mix": MIX}] if what == "full" else []
+        if what in MIXES:
+            asked += [{"networks": (), "mix": MIXES[what]}]
         try:
             found = [
                 parts.get(
@@ -95,11 +101,13 @@ def markdown(page):
 
 
 def networks_of(what):
+    if what == "mix":
+        return ()
     return BY_RANKS if "parallel" in ASKED[what] else NETWORKS
 
 
 def measure(what, networks, options):
-    print(f"{what}: {', '.join(networks['networks'] or MIX)}", flush=True)
+    print(f"{what}: {', '.join(networks['networks'] or networks['mix'])}", flush=True)
     return characterize(Settings(directory=options.dir, **networks, **ASKED[what]))
 
 

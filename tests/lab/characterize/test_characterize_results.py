@@ -71,6 +71,7 @@ def test_a_smaller_scale_is_a_smaller_network_and_the_same_batch():
         ({"scale": float("nan")}, "scale=nan"),
         ({"epochs": 0}, "epochs=0 must not be below 1"),
         ({"steps": 0}, "steps=0"),
+        ({"threads": 0}, "threads=0"),
         ({"colocate": -1}, "colocate=-1"),
         ({"parallel": "tensor"}, "parallel='tensor' is not none, ddp or pipeline"),
         ({"seconds": 0}, "seconds=0"),

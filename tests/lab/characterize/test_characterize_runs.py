@@ -95,34 +95,44 @@ def test_a_run_from_the_command_line_leaves_its_results_and_nothing_else(disk_pa
 def test_different_networks_share_the_machine_and_each_is_saved_beside_the_others(
     disk_path, capsys, monkeypatch
 ):
-    training, most, beside = set(), 0, []
+    training, most, beside, ended, ends = set(), 0, [], 0, []
     send, receive = RankProcesses.send, RankProcesses.receive
 
     def sends(job, command, **arguments):
-        nonlocal most
+        nonlocal most, ended
         if command == "save":
             beside.append(len(training))
+            ends.append(ended)
+            ended = 0
         if "until" in arguments:
             training.add(job)
             most = max(most, len(training))
         send(job, command, **arguments)
 
     def receives(job):
+        nonlocal ended
+        ended += job in training
         training.discard(job)
         return receive(job)
 
     monkeypatch.setattr(RankProcesses, "send", sends)
     monkeypatch.setattr(RankProcesses, "receive", receives)
-    words = ["characterize", "--networks", "--mix", "resnet18", "gpt-neo", "--scale", "0.05"]
-    words += ["--epochs", "2", "--steps", "2", "--dir", str(disk_path), "--json"]
+    names = ["resnet18", "gpt-neo"]
+    words = ["characterize", "--networks", "--mix", *names, "--scale", "0.05", "--threads", "1"]
+    words += ["--epochs", "2", "--steps", "1", "--dir", str(disk_path), "--json"]
     assert main(words) == 0
     told = json.loads(capsys.readouterr().out)
     jsonschema.validate(told, SCHEMA)
     assert told["networks"] == []
-    assert [each["name"] for each in told["mix"]["networks"]] == ["resnet18", "gpt-neo"]
+    assert [(each["name"], each["threads"]) for each in told["mix"]["networks"]] == [
+        (name, 1) for name in names
+    ]
     assert most == 2
     # in each epoch both jobs are saved in three ways: first alone, then while the other trains
     assert beside == 2 * (6 * [0] + 6 * [1])
+    # both end when they have trained together; then each only when it is to be saved
+    beside_the_other = [2 + 1, 0, 0, 1, 0, 0]
+    assert ends == [*6 * [0], *beside_the_other, 2, *5 * [0], *beside_the_other]
     assert told["claims"][-1]["verdict"] != "not measured"
     assert not list(disk_path.iterdir())
     assert not workers()

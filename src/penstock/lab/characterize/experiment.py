@@ -64,7 +64,7 @@ def characterize(settings: Settings, *, say: Say = lambda _: None) -> dict[str, 
             "parallel": settings.parallel,
             "world": world,
             "device": device_kind(),
-            "threads": threads_per_process(world),
+            "threads": settings.threads or threads_per_process(world),
         }
         records = []
         for number, name in enumerate(settings.networks, start=1):
@@ -102,15 +102,15 @@ def merge(documents: list[dict[str, Any]]) -> dict[str, Any]:
         ConfigError: Machines or settings differ, a network occurs twice, or there are two mixes.
     """
     first = documents[0]
-    alike = ("epochs", "parallel", "colocate", "scale", "steps", "seconds")
+    alike = ("epochs", "parallel", "colocate", "scale", "steps", "threads", "seconds")
     for other in documents[1:]:
         if other["machine"] != first["machine"]:
             raise ConfigError("results of different machines or versions cannot be joined")
         for name in alike:
-            if other["settings"][name] != first["settings"][name]:
+            one, another = (each["settings"].get(name) for each in (first, other))
+            if one != another:
                 raise ConfigError(
-                    f"results with {name}={first['settings'][name]!r} and"
-                    f" {name}={other['settings'][name]!r} cannot be joined"
+                    f"results with {name}={one!r} and {name}={another!r} cannot be joined"
                 )
     records = [record for each in documents for record in each["networks"]]
     names = [each["name"] for each in records]

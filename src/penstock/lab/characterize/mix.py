@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +24,8 @@ def measure_mix(settings: Settings, facts: Mapping[str, Any], folder: Path) -> d
 
     All are in memory from beginning to end; a job is alone while the others wait for a command. In each
     epoch every job makes its steps alone, and is saved in every way. Then all train for as long as such
-    steps of each take together, and each is saved once more in every way while the others go on. A
-    network that has two stages is in the first.
+    steps of each take together. They go on, and one after the other is stopped to be saved once more in
+    every way. A network that has two stages is in the first.
 
     Returns:
         ``seconds``: for how long they trained at the same time, until the last step of each had ended.
@@ -59,15 +59,20 @@ def measure_mix(settings: Settings, facts: Mapping[str, Any], folder: Path) -> d
                 alone[name].save(job)
             wanted = sum(settings.epoch_steps * each.step_s for each in alone.values())
             begun = time.perf_counter()
-            with _training(jobs, folder) as trained:
-                wait_for_any(jobs.values(), wanted)  # none replies unless it fails
+            together = _Together(jobs, folder)
+            together.begin(*jobs)
+            wait_for_any(jobs.values(), wanted)  # none replies unless it fails
+            trained = together.end(*jobs)
             seconds += time.perf_counter() - begun
             for name, steps_s in trained.items():
                 beside[name].steps_s += steps_s[:-1] or steps_s
                 one_after_the_other += len(steps_s) * alone[name].step_s
+            together.begin(*jobs)
             for name, job in jobs.items():
-                with _training({each: jobs[each] for each in jobs if each != name}, folder):
-                    beside[name].save(job)
+                together.end(name)
+                beside[name].save(job)
+                together.begin(name)
+            together.end(*jobs)
     return {
         "seconds": seconds,
         "all_slowdown": seconds / one_after_the_other,
@@ -76,6 +81,7 @@ def measure_mix(settings: Settings, facts: Mapping[str, Any], folder: Path) -> d
                 "name": name,
                 "title": NETWORKS[name].title,
                 "state_bytes": told[name]["state_bytes"],
+                "threads": told[name]["threads"],
                 "step_s": {"alone": alone[name].step_s, "beside": beside[name].step_s},
                 "stall_s": {
                     way: {"alone": alone[name].stall_s(way), "beside": beside[name].stall_s(way)}
@@ -110,14 +116,26 @@ class _Samples:
             self._saves[way] += job.ask("save", way=way, steps=steps, step_s=self.step_s)
 
 
-@contextmanager
-def _training(jobs: Mapping[str, RankProcesses], folder: Path) -> Iterator[dict[str, list[float]]]:
-    """Have jobs train meanwhile; afterwards what it gives holds the times of their steps, by name."""
-    over = folder / "the-others-may-stop"
-    trained: dict[str, list[float]] = {}
-    for job in jobs.values():
-        job.send("train", steps=1, until=str(over))
-    yield trained
-    over.touch()
-    trained |= {name: job.receive()[0]["steps_s"] for name, job in jobs.items()}
-    over.unlink()
+class _Together:
+    """Jobs that train at the same time, each until it is told to end."""
+
+    def __init__(self, jobs: Mapping[str, RankProcesses], folder: Path) -> None:
+        self._jobs = jobs
+        self._folder = folder
+
+    def begin(self, *names: str) -> None:
+        """Have jobs train until ``end``, and make one step at least."""
+        for name in names:
+            self._jobs[name].send("train", steps=1, until=str(self._may_end(name)))
+
+    def end(self, *names: str) -> dict[str, list[float]]:
+        """Have them end; wait for their last steps, and return the times of all since ``begin``."""
+        for name in names:
+            self._may_end(name).touch()
+        steps_s = {name: self._jobs[name].receive()[0]["steps_s"] for name in names}
+        for name in names:
+            self._may_end(name).unlink()
+        return steps_s
+
+    def _may_end(self, name: str) -> Path:
+        return self._folder / f"{name}-may-end"

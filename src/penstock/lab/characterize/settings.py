@@ -35,6 +35,9 @@ class Settings:
     """Factor of depths and widths; 1 is the published network. See ``networks``."""
     steps: int | None = None
     """Steps of an epoch; None means 100 times the scale, and at least 4."""
+    threads: int | None = None
+    """Threads of each process; None: torch's default, or a rank's share of the cores. Jobs of a mix that
+    have all cores each wait for one another's threads."""
     seconds: float = 1.0
     """Shortest time for which each neighbour is measured."""
     directory: str = "."
@@ -55,8 +58,9 @@ class Settings:
             )
         _check_count("epochs", self.epochs, 1)
         _check_count("colocate", self.colocate, 0)
-        if self.steps is not None:
-            _check_count("steps", self.steps, 1)
+        for name in ("steps", "threads"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), 1)
         if not 0 < self.seconds < 3600:
             raise ConfigError(f"seconds={self.seconds} is not between 0 and 3600")
         if not os.path.isdir(self.directory):  # --help and --merge write nothing

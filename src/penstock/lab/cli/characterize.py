@@ -62,6 +62,12 @@ def parser() -> argparse.ArgumentParser:
         "--steps", type=int, metavar="N", help="steps of an epoch (default: 100 times the scale)"
     )
     made.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of each process (default: torch's, or a rank's share of the cores)",
+    )
+    made.add_argument(
         "--parallel",
         default=defaults.parallel,
         metavar="HOW",
@@ -124,6 +130,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         epochs=options.epochs,
         steps=options.steps,
         parallel=options.parallel,
+        threads=options.threads,
         colocate=options.colocate,
         scale=options.scale,
         directory=options.dir,
