@@ -4,11 +4,11 @@
 checkpoint every 100 steps holds training up; and then five of them at the same time. ``mix``: the other
 four at the same time, three epochs of three steps, with one thread each. (With threads for all cores,
 as in the mix of five, jobs wait for each other's threads: a step of BERT-Base took 15 times as long as
-alone.) ``scaled``: a quarter of depths and widths, three epochs, with copies and programs beside each
-job. ``ddp`` and ``pipeline``: a quarter too, one epoch, some of the networks, each trained by two
-processes with nothing beside them. Each network is a part (``--parts``), so that several sittings, each
-ended by ``--limit``, make one result; the parts are put together as ``penstock characterize --merge``
-does.
+alone. All nine at once do not fit in 25 GB: of each, alone and idle, 23 GB were resident in all.)
+``scaled``: a quarter of depths and widths, three epochs, with copies and programs beside each job.
+``ddp`` and ``pipeline``: a quarter too, one epoch, some of the networks, each trained by two processes
+with nothing beside them. Each network is a part (``--parts``), so that several sittings, each ended by
+``--limit``, make one result; the parts are put together as ``penstock characterize --merge`` does.
 
     python benchmarks/macro/characterize.py --dir /nvme/scratch --parts parts.jsonl --limit 200
 """
