@@ -28,8 +28,8 @@ class StatesConfig:
     """Directories, best on different SSDs; each record is spread over all of them."""
 
     flash_by_rank: bool = False
-    """True if the ranks on a machine divide the directories, as they do those of a session: each uses
-    its own, by ``LOCAL_RANK``."""
+    """True if the ranks on a machine divide the directories by ``LOCAL_RANK``, as they do those of a
+    session with this setting."""
 
     host_memory: int | str = 0
     """Memory for tiles that stay, and for the ring that others pass through; the ring alone, of
@@ -131,7 +131,7 @@ class StatesConfig:
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """The directories of this process, as strings: ``flash``, or its own of these."""
+        """``flash`` as strings, or this rank's part of it."""
         assert isinstance(self.flash, tuple)
         return own_directories(self.flash, by_rank=self.flash_by_rank)
 
