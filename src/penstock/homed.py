@@ -169,6 +169,10 @@ class HomedWeight(Protocol):
     def update_memory(self) -> UpdateMemory | None:
         """Memory for its gradient and records; None: gradients have no limit, and no records stay."""
 
+    @property
+    def streamed_bytes(self) -> int | None:
+        """The same of those alone that do not stay between steps; ``None`` also if this one does."""
+
     def hold(self) -> None:
         """Bring it to memory, where it may be changed and stays until ``let_go``; may wait for a read.
 

@@ -3,8 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_plan_step import weights_of
 
-from penstock.plan.weight_stays import weight_stays
+from penstock.plan.ranks import Ranks
+from penstock.plan.weight_stays import order_of_uses, weight_stays
 from tries import tries
 
 TWO_WAYS = [*range(8), *reversed(range(8))]
@@ -89,7 +91,7 @@ def test_blocks_that_are_recomputed_stay_until_their_backward():
         order += [*block, *reversed(block)]
     found = weight_stays(order, [8] * 16, [False] * 16, 6 * 8)
     assert found.read_bytes <= 2 * 16 * 8
-    tight = weight_stays(order, [8] * 16, [False] * 16, 3 * 8)
+    tight = weight_stays(order, [8] * 16, [False] * 16, 2 * 8)
     assert tight.read_bytes > 2 * 16 * 8
 
 
@@ -102,6 +104,17 @@ def test_several_batches_through_a_block_read_it_once():
 
 def test_where_an_update_waits_for_the_next_weight_both_fit_in_the_least_memory():
     """As under FSDP2: weights would be read a third time if half of the memory were for reading ahead."""
-    order = [0, 1, 2, 3, 3, 2, 3, 1, 2, 0, 1, 0]
+    order = [place for place, _ in order_of_uses(Ranks(2).divide(weights_of([8] * 4)))]
+    assert order == [0, 1, 2, 3, 3, 2, 3, 1, 2, 0, 1, 0]
     found = weight_stays(order, [8] * 4, [True] * 4, 16)
-    assert found.read_bytes <= 2 * 4 * 8
+    alone = weight_stays(there_and_back(4), [8] * 4, [True] * 4, 16)
+    assert found.read_bytes == alone.read_bytes == 4 * 8
+
+
+@pytest.mark.parametrize("limit", [2, 3, 4, 6])
+def test_a_late_update_moves_no_more_than_one_at_once(limit):
+    """Each weight stays until its update, which another weight's backward precedes."""
+    order = [place for place, _ in order_of_uses(Ranks(2).divide(weights_of([8] * 8)))]
+    found = weight_stays(order, [8] * 8, [True] * 8, 8 * limit)
+    alone = weight_stays(there_and_back(8), [8] * 8, [True] * 8, 8 * limit)
+    assert found.read_bytes == alone.read_bytes

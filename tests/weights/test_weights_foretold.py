@@ -15,18 +15,22 @@ from penstock.core.units import MIB
 from penstock.hooks.module_weights import session_weights
 from penstock.lab.dry.profile import dry_step
 from penstock.optim import FlashAdamW
+from penstock.optim.overlap import Overlap
 from penstock.plan import Machine, policies
 from penstock.plan.micro_batches import accumulated, micro_batched
 from penstock.plan.training_step import StepPlanner, forward_part
+from penstock.plan.weight_stays import weight_stays
 from penstock.plan.weights import IN_STEP, forward_only, step_bytes
 from weights_rig import (
     PATIENCE_S,
+    WEIGHT_BYTES,
     Chain,
     TierTraffic,
     Traffic,
     built,
     flash_adamw,
     inputs,
+    on_flash,
     settle,
     train_step,
 )
@@ -294,3 +298,31 @@ def session_step(session):
         "optimizer": [moved.records_read, moved.records_written],
         "flash": [saved, saved],
     }
+
+
+@pytest.mark.parametrize("room", [2, 10])
+def test_updates_that_take_long_move_what_is_foretold_of_few_equal_weights(
+    room, disk_path, monkeypatch
+):
+    """Backward waits for an update rather than that its weight takes the place of one that stays."""
+    update = Overlap._update
+
+    def slow(*args):
+        time.sleep(0.002)
+        update(*args)
+
+    monkeypatch.setattr(Overlap, "_update", slow)
+    depth, limit = 16, room * WEIGHT_BYTES
+    order = [*range(depth), *reversed(range(depth))]
+    expected = weight_stays(order, [WEIGHT_BYTES] * depth, [True] * depth, limit)
+    model = built(lambda: Chain(depth))
+    with on_flash(model, disk_path, limit=limit) as session:
+        optimizer = flash_adamw(model, disk_path, overlap=True, tile=WEIGHT_BYTES // 4)
+        traffic, found = Traffic(session._weights), []
+        for x in inputs(7):
+            traffic.reset()
+            train_step(model, optimizer, x)
+            settle(session._weights)
+            found.append((traffic.read, traffic.written))
+        optimizer.close()
+    assert found[4:] == [(expected.read_bytes, expected.written_bytes)] * 3

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import textwrap
 from contextlib import nullcontext, suppress
 
@@ -39,6 +40,51 @@ settings = {
 }
 compare(settings)
 """
+
+
+FORETOLD = """
+sys.path.insert(0, {tests!r})
+from penstock.plan.ranks import Ranks
+from penstock.plan.weight_stays import order_of_uses, weight_stays
+from penstock.plan.weights import ModuleWeights, WeightUse
+from weights_rig import Traffic, settle
+
+depth, width = 8, 128
+part = 4 * width * width // world
+ends = [WeightUse(2 * depth - 1 - i, 2 * depth - 1 - i, True) for i in range(depth)]
+whole = [
+    ModuleWeights(str(i), 4 * width * width, 4 * width * width, width * width, "float32",
+                  (WeightUse(i, i, False), ends[i]), ends[i])
+    for i in range(depth)
+]
+order = [place for place, _ in order_of_uses(Ranks(world).divide(whole))]
+for room in (2, 4):
+    model = sharded(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth))))
+    optimizer = FlashAdamW(
+        model.parameters(), lr=1e-2, flash=flash, tile=width * width // world, overlap=True
+    )
+    with session_of(model, limit=room * part) as session:
+        def step():
+            model(torch.randn(6, width)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            settle(session._weights)
+        for _ in range(4):  # two show the order
+            step()
+        traffic, found = Traffic(session._weights), []
+        for _ in range(3):
+            traffic.reset()
+            step()
+            found.append((traffic.read, traffic.written))
+    optimizer.close()
+    plan = weight_stays(order, [part] * depth, [True] * depth, room * part)
+    assert found == [(plan.read_bytes, plan.written_bytes)] * 3, (room, found, plan)
+"""
+
+
+def test_bytes_of_shards_are_those_foretold_at_the_least_limit_and_above(disk_path):
+    program = rank_programs.WEIGHTS + FORETOLD.format(tests=os.path.dirname(rank_programs.__file__))
+    rank_programs.run(disk_path, program)
 
 
 def test_fsdp2_trains_to_the_same_bits_with_uneven_shards_and_other_settings(disk_path):

@@ -4,8 +4,10 @@
     From the first of its tiles in a pass to the last, so that it is brought once and written home once.
     With ``overlap`` from the end of its backward, when it is in memory anyway. Holds are to take half of
     the memory that there is for weights, so that others can be read ahead: a tile that needs more is
-    worked on in parts, and waits while others are; backward waits for tiles that end holds. One part is
-    always worked on, whatever it needs, so that nothing waits for ever.
+    worked on in parts, and waits while others are; backward waits for tiles that end holds. It waits for
+    updates that are under way, too, if two more weights would not fit beside those that are held: else it
+    would take the memory of one that is to stay. One part is always worked on, whatever it needs, so that
+    nothing waits for ever.
 
     A weight gets its home, and loses it, only while no tile is worked on: ``pause``.
 """
@@ -151,6 +153,18 @@ class WeightHolds:
         with self._wake:
             held = [hold for hold in self._holds.values() if hold.is_held]
             return len(held) > 1 and _exceed(held[0].home, sum(hold.nbytes for hold in held))
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether holds should end before backward goes on, if they can."""
+        with self._wake:
+            held = [hold for hold in self._holds.values() if hold.is_held]
+        limits = [hold.home.streamed_bytes for hold in held]
+        streamed = [
+            each.nbytes for each, most in zip(held, limits, strict=True) if most is not None
+        ]
+        needed = sum(streamed) + 2 * max(streamed, default=0)
+        return any(most is not None and needed > most for most in limits)
 
     def interrupt(self) -> None:
         """Let go of weights that no tile is worked on with; tiles to come bring them again."""

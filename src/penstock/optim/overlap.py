@@ -337,7 +337,7 @@ class Overlap:
         while True:
             has_excess = gradients is not None and gradients.has_excess()
             is_crowded = states.holds.is_crowded
-            if not (has_excess or is_crowded):
+            if not (has_excess or is_crowded or states.holds.is_full):
                 return
             under_way = self.updates.under_way()
             if not under_way:

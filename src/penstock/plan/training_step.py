@@ -24,7 +24,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 from penstock.plan.replay.step_moves import MOST_PIECES, step_slots, update_ns
 from penstock.plan.replay.step_walk import ReplayedStep, replay_step
-from penstock.plan.weight_stays import weight_stays
+from penstock.plan.weight_stays import order_of_uses, weight_stays
 from penstock.plan.weights import (
     IN_BACKWARD,
     IN_STEP,
@@ -513,17 +513,15 @@ class StepPlanner:
         Without a window yet.
         """
         sizes = [one.part_of(one.nbytes) for one in streamed]
-        uses = sorted(
-            (use.first, place, number)
-            for place, one in enumerate(streamed)
-            for number, use in enumerate(one.uses)
-        )
-        order = [place for _, place, _ in uses]
+        uses = order_of_uses(streamed)
+        order = [place for place, _ in uses]
         found = weight_stays(order, sizes, [one.updated for one in streamed], limit)
         kept = {streamed[place].module for place in found.kept}
+        # of a use and a late update after it, the update is the later item, which counts
+        until_next = dict(zip(uses, found.until_next, strict=True))
         stays = {
             (streamed[place].module, number)
-            for (_, place, number), stays in zip(uses, found.until_next, strict=True)
+            for (place, number), stays in until_next.items()
             if stays and place not in found.kept
         }
         return WeightsChoice(small | kept, stays=frozenset(stays))

@@ -2,9 +2,11 @@
 
 [Note: weights that stay]
     Memory for weights is divided into three parts. Some weights are kept: they are never read or written.
-    Of the others one stays from a use to the next, if what is used meanwhile and the weight itself have
-    no more bytes than the second part: where forward turns to backward, where a block is recomputed
-    before its backward, and where several batches pass a block. The rest is for reading ahead.
+    Of the others one stays from a use to the next, if there is room for it in the second part at each
+    use meanwhile, beside the weight of that use and those that stay over it: where forward turns to
+    backward, where an update comes late, where a block is recomputed before its backward, and where
+    several batches pass a block. Those with the fewest bytes used meanwhile come first. The rest is for
+    reading ahead.
 
     How much is kept is found by counting what a step then reads and writes. As order and memory alone
     decide, sessions and ``penstock plan`` choose alike, and the bytes of a step do not depend on how
@@ -18,7 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.plan.weights import share_of
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.plan.weights import ModuleWeights, share_of
 
 AHEAD_USES: Final = 2
 """Uses of mean length for which there is room to read ahead; none, where not twice as many fit."""
@@ -38,6 +43,27 @@ class WeightStays:
     read_bytes: int
     """Bytes of weights that a step reads; the next are those it writes."""
     written_bytes: int
+
+
+def order_of_uses(weights: Sequence[ModuleWeights]) -> list[tuple[int, int]]:
+    """Return the uses of a step in order: place of a module's weights in ``weights``, number of its use.
+
+    A gradient that ranks reduce is final when the next module's backward has run. So the update after it
+    is a use of its own there, which has the number of the backward once more.
+    """
+    uses = sorted(
+        (use.first, place, number)
+        for place, one in enumerate(weights)
+        for number, use in enumerate(one.uses)
+    )
+    order: list[tuple[int, int]] = []
+    late: list[tuple[int, int]] = []
+    for _, place, number in uses:
+        order += [(place, number), *late]
+        one = weights[place]
+        is_final = one.gradient is not None and one.uses[number].last == one.gradient.last
+        late = [(place, number)] if is_final and one.gathered and one.updated else []
+    return order + late
 
 
 def weight_stays(
@@ -81,17 +107,51 @@ def _stays(
 ) -> WeightStays:
     streamed = [0 if index in kept else nbytes for index, nbytes in enumerate(sizes)]
     near = left_bytes - sum(sizes[index] for index in kept)
-    until_next = tuple(
-        index in kept or not between or between + streamed[index] <= near
-        for index, between in zip(order, _bytes_between(order, streamed), strict=True)
-    )
+    between, next_places = _bytes_between(order, streamed), _next_places(order)
+    present = np.array([streamed[index] for index in order])
+    until_next = [index in kept for index in order]
+    for place in sorted(range(len(order)), key=between.__getitem__):
+        if until_next[place]:
+            continue
+        nbytes = streamed[order[place]]
+        spans = _between_places(present, place, next_places[place])
+        is_near = not between[place] or between[place] + nbytes <= near  # there is room then
+        if is_near or _most(spans) + nbytes <= near:
+            until_next[place] = True
+            for span in spans:
+                span[:] += nbytes
     leaving = [index for index, stays in zip(order, until_next, strict=True) if not stays]
     return WeightStays(
         kept=frozenset(order) - {*leaving},
-        until_next=until_next,
+        until_next=tuple(until_next),
         read_bytes=sum(streamed[index] for index in leaving),
         written_bytes=sum(streamed[index] for index in {*leaving} if changed[index]),
     )
+
+
+def _next_places(order: Sequence[int]) -> list[int]:
+    """Return the place of the next use of each place's weight; the order is taken as endless."""
+    found = [0] * len(order)
+    latest: dict[int, int] = {}
+    for place in reversed(range(2 * len(order))):
+        index = order[place % len(order)]
+        found[place % len(order)] = latest.get(index, place) % len(order)
+        latest[index] = place
+    return found
+
+
+def _between_places(
+    values: NDArray[np.int64], place: int, next_place: int
+) -> tuple[NDArray[np.int64], ...]:
+    """Return the values of the places between one and a later one, which may be in the next round."""
+    if place < next_place:
+        return (values[place + 1 : next_place],)
+    return values[place + 1 :], values[:next_place]
+
+
+def _most(spans: Sequence[NDArray[np.int64]]) -> int:
+    """Return the largest of all values."""
+    return max((int(span.max()) for span in spans if span.size), default=0)
 
 
 def _bytes_between(order: Sequence[int], sizes: Sequence[int]) -> list[int]:

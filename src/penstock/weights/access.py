@@ -72,6 +72,13 @@ class WeightKeeper:
         """Memory in which gradients may wait; see :class:`penstock.homed.HomedWeight`."""
         return self._table.update_memory
 
+    def streamed_bytes(self, home: Home) -> int | None:
+        """Limit of the weights that do not stay; see :class:`penstock.homed.HomedWeight`."""
+        table, kept = self._table, self._table.order.kept
+        if table.by_home[home].index in kept:
+            return None
+        return table.account.limit_bytes - sum(table.stays[each].home.nbytes for each in kept)
+
     def hold(self, home: Home) -> None:
         """Bring a weight to be changed; see :class:`penstock.homed.HomedWeight`."""
         self._table.check_process(home)

@@ -293,6 +293,10 @@ class ModelBuilder:
         """See :class:`penstock.homed.HomedWeight`."""
         return None
 
+    def streamed_bytes(self, home: Home) -> int | None:
+        """See :class:`penstock.homed.HomedWeight`."""
+        return None
+
     def hold(self, home: Home) -> None:
         """See :class:`penstock.homed.HomedWeight`."""
         self.touched(home)

@@ -66,6 +66,9 @@ class Keeper(Protocol):
     def update_memory(self) -> UpdateMemory | None:
         """See :class:`penstock.homed.HomedWeight`."""
 
+    def streamed_bytes(self, home: Home) -> int | None:
+        """See :class:`penstock.homed.HomedWeight`."""
+
     def hold(self, home: Home) -> None:
         """See :class:`penstock.homed.HomedWeight`."""
 
@@ -394,6 +397,11 @@ class Home:
     def update_memory(self) -> UpdateMemory | None:
         """See :class:`penstock.homed.HomedWeight`."""
         return None if self.keeper is None else self.keeper.update_memory
+
+    @property
+    def streamed_bytes(self) -> int | None:
+        """See :class:`penstock.homed.HomedWeight`."""
+        return None if self.keeper is None else self.keeper.streamed_bytes(self)
 
     def hold(self) -> None:
         """See :class:`penstock.homed.HomedWeight`."""

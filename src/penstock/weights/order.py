@@ -120,6 +120,11 @@ class UseOrder:
         chosen_for = self._now.chosen_for
         return None if chosen_for is None else chosen_for[2]
 
+    @property
+    def kept(self) -> frozenset[int]:
+        """Weights that always stay in passes of the present kind; none before it is chosen."""
+        return self._now.stays.kept if self._now.chosen_for is not None else frozenset()
+
     def begin(self, kind: Hashable) -> bool:
         """Begin a pass of a kind: ``None`` for training, which continues until ``end``.
 
