@@ -455,14 +455,35 @@ def test_no_room_is_an_error_where_the_next_parameter_is_made(disk_path, monkeyp
     monkeypatch.setattr(build, "YOUNG_BYTES", 0)
     monkeypatch.setattr(homes, "SLAB_BYTES", 1 << 40)
     monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda _: 100_000)
+
+    def open_files():
+        places = [
+            os.readlink(each.path) for each in os.scandir("/proc/self/fd") if each.is_symlink()
+        ]
+        return [each for each in places if each.startswith(str(disk_path))]
+
     made = []
     with (
-        pytest.raises(penstock.NoSpaceError, match=r"no room for Linear\.weight"),
+        pytest.raises(penstock.NoSpaceError) as caught,
         penstock.built_on_flash(disk_path, floor=FLOOR),
     ):
         made.extend(nn.Linear(width, width) for width in (64, 256, 64))
+    text = str(caught.value)
+    for part in (
+        "256.00 KiB are needed there, 97.66 KiB are free",
+        "no room for the next weight, Linear.weight of 256.00 KiB, beside 16.00 KiB that are built",
+        "`penstock plan --weights flash` says before",
+    ):
+        assert part in text, text
     assert len(made) == 2
     assert type(made[0].weight) is RestingParameter
+    assert torch.equal(made[0].weight, made[0].weight.clone())
+    assert open_files()
+    del caught
+    made.clear()
+    gc.collect()
+    assert not open_files()
+    assert os.listdir(disk_path) == []
 
 
 class Late(nn.Module):

@@ -583,16 +583,17 @@ class WeightFiles:
         part = part_bytes(nbytes, directories)
         if self._cut_bytes + part > self._slab_bytes:
             self.trim()
-            self._slab, self._slab_bytes = self._new_slab(part, name)
+            self._slab, self._slab_bytes = self._new_slab(part, name, nbytes)
         place = ReservedPlace(self._slab, self._cut_bytes)
         self._cut_bytes += part
         return place
 
-    def _new_slab(self, part: int, name: str) -> tuple[tuple[DirectFile, ...], int]:
+    def _new_slab(self, part: int, name: str, nbytes: int) -> tuple[tuple[DirectFile, ...], int]:
         def advice(needed: int, free: int) -> str:
             return (
-                f"{format_bytes(self.tier.held_bytes)} of weights are in files already, and there is no"
-                f" room for {name}: free some space, or name another directory"
+                f"there is no room for the next weight, {name} of {format_bytes(nbytes)}, beside"
+                f" {format_bytes(self.tier.held_bytes)} that are built: free some space, or name another"
+                " directory. `penstock plan --weights flash` says before how much a model takes"
             )
 
         directories = len(self.tier.directories)
