@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
-from test_weights_ranks import HELP
 
 import rank_programs
 
 FULL = (
-    HELP
+    rank_programs.WEIGHTS
     + """
 import errno, time
 from penstock import NoSpaceError, PenstockWarning
