@@ -143,7 +143,7 @@ class StatesConfig:
 
     @property
     def lets_gradients_wait(self) -> bool:
-        """True if gradients wait for others before they are used: with ``overlap`` few do."""
+        """True if gradients wait for others before they are used; with ``overlap`` few do."""
         return not self.overlap or self.accumulation > 1 or self.clip_norm is not None
 
     @property

@@ -324,7 +324,7 @@ class FirstServed(NamedTuple):
     divide: Callable[[int], int | None] = lambda _: None
     """Returns what they get of the bytes that are left to them and saved tensors; None: not known."""
     updates: UpdateMemory | None = None
-    """Memory of their gradients and records: what neither they nor saved tensors need."""
+    """Memory of their gradients and records, which is what neither they nor saved tensors need."""
 
 
 class SharedAllowance:
