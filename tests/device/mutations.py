@@ -156,9 +156,6 @@ EARLY = {
             "Slab._free_unneeded",
             "a buffer is free when no transfer touches it, whatever it holds",
         ): {"not buffer.wanted and not buffer.moving": "not buffer.moving"},
-        ("Slab.lend", "copies do not hold memory that was lent"): {
-            "moving=0, memory=memory)": "moving=0)"
-        },
     },
     "runtime/cuda/inbound.py": {
         ("Inbound._issued", "who uses a target does not know of its copy"): {
