@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _planned_step import request_of
 
 import _results
-from penstock.cli import plan_step
+from penstock.cli.step_request import StepRequest
 from penstock.core.units import format_bytes, format_duration
-from penstock.plan.training_step import StepPlan
+from penstock.plan.step_plan import StepPlan
 
 TABLE = _results.ROOT / "docs" / "ranks_table.md"
 PER_NODE, SSDS, TOKENS = 8, 4, 4096
@@ -77,13 +77,13 @@ def rows(
         yield name, f"{ranks}", f"{each}: {format_bytes(nbytes)}", *figures(request, found)
 
 
-def requested(shape: str, ranks: int, parallel: str) -> plan_step.StepRequest:
+def requested(shape: str, ranks: int, parallel: str) -> StepRequest:
     """The request of the command."""
     words = f"{COMMON} --ranks {ranks} --nodes {max(1, ranks // PER_NODE)} --parallel {parallel}"
     return request_of((shape, "bfloat16", "full", TOKENS), words)
 
 
-def figures(request: plan_step.StepRequest, found: StepPlan) -> tuple[str, ...]:
+def figures(request: StepRequest, found: StepPlan) -> tuple[str, ...]:
     """The figures of one plan."""
     ranks = request.ranks
     flash = found.hidden_factor

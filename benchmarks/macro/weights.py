@@ -63,7 +63,7 @@ from _raw_file import LENGTH, Mover, RawFile
 import _peers
 import _results
 import penstock
-from penstock.cli import plan_step
+from penstock.cli.step_request import record_bytes
 from penstock.core.errors import BudgetError
 from penstock.core.units import MIB, parse_bandwidth, parse_bytes, round_up
 from penstock.io.mapping import PAGE_BYTES
@@ -422,7 +422,7 @@ def expected(args):
     elif args.mode == "lora":
         read, written = 2 * (total - embedding), 0
     else:
-        of = plan_step.record_bytes("adam", args.format)
+        of = record_bytes("adam", args.format)
         records = sum(of(each.numel(), args.dtype) for each in large)
         read, written = 2 * total - embedding + records, total + records
     return {"weight_bytes": total, "read_bytes": read, "written_bytes": written}

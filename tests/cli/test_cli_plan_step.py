@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from penstock.cli import main, plan, plan_step
-from penstock.cli.plan_step import FORMATS, record_bytes
+from penstock.cli.plan_step import FORMATS
+from penstock.cli.step_request import record_bytes
 from penstock.core.units import format_bytes
 from penstock.optim import formats, on_flash
 from penstock.plan import Machine

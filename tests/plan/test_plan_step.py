@@ -21,13 +21,8 @@ from penstock.plan import (
 from penstock.plan.micro_batches import accumulated, micro_batched
 from penstock.plan.ranks import PARALLEL, Ranks
 from penstock.plan.replay.step_walk import replay_step
-from penstock.plan.training_step import (
-    FLYING_BYTES,
-    StepPlanner,
-    forward_part,
-    least_window,
-    without_weights,
-)
+from penstock.plan.step_profile import forward_part, without_weights
+from penstock.plan.training_step import FLYING_BYTES, StepPlanner, least_window
 from penstock.plan.weights import (
     IN_BACKWARD,
     IN_STEP,

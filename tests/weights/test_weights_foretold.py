@@ -18,7 +18,8 @@ from penstock.optim import FlashAdamW
 from penstock.optim.overlap import Overlap
 from penstock.plan import Machine, policies
 from penstock.plan.micro_batches import accumulated, micro_batched
-from penstock.plan.training_step import StepPlanner, forward_part
+from penstock.plan.step_profile import forward_part
+from penstock.plan.training_step import StepPlanner
 from penstock.plan.weight_stays import weight_stays
 from penstock.plan.weights import IN_STEP, forward_only, step_bytes
 from weights_rig import (

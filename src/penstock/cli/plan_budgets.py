@@ -17,8 +17,9 @@ from penstock.cli.output import print_result, say
 from penstock.cli.plan_codecs import CodecUse, codec_uses, encoding_plan, would_try
 from penstock.cli.plan_network import PlannedNetwork
 from penstock.cli.plan_request import bytes_of, data_rate, machine_of
-from penstock.cli.plan_step import StepRequest, states_on_flash
+from penstock.cli.plan_step import states_on_flash
 from penstock.cli.recorded_step import MOST_PASSES, RecordedStep
+from penstock.cli.step_request import StepRequest
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.memory import physical_bytes
 from penstock.core.units import (

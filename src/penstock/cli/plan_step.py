@@ -7,18 +7,11 @@ does not hold them.
 from __future__ import annotations
 
 import argparse
-import errno
 import functools
-import importlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import IO, Any, Final
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from penstock import __version__
 from penstock.cli.output import print_result
 from penstock.cli.plan_network import (
     FORMATS,
@@ -33,223 +26,24 @@ from penstock.cli.plan_network import (
 )
 from penstock.cli.plan_request import bytes_of, data_rate, device_of, machine_of
 from penstock.cli.recorded_step import RecordedStep
+from penstock.cli.step_answer import document, text
+from penstock.cli.step_request import StepRequest, of_one_rank
 from penstock.core.errors import BudgetError, ConfigError, NoSpaceError, PenstockError
-from penstock.core.units import format_bytes, parse_bandwidth, round_up
+from penstock.core.units import format_bytes, parse_bandwidth
 from penstock.plan import Machine, policies
 from penstock.plan.ranks import PARALLEL, Ranks
-from penstock.plan.training_step import ENGINE_BYTES, StepPlan, StepPlanner, forward_part
+from penstock.plan.step_plan import StepPlan
 from penstock.plan.weights import (
     IN_BACKWARD,
     IN_STEP,
-    ModuleWeights,
-    forward_only,
-    resting_on_host,
-    with_records,
 )
-from penstock.report.step_table import ChangedStep, changed_steps, ranks_line, whole_step
+from penstock.report.step_table import ChangedStep
 
-_STATES: Final = {
-    "sgd": (),
-    "momentum": ("momentum_buffer",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-}
 _UNUSED: Final = {
     "device_memory": "use --memory, which is for weights, gradients, buffers and saved tensors together",
     "plot": "there is no plot of a whole step",
     "save_plan": "a plan file has no weights yet",
 }
-
-
-@dataclass(frozen=True)
-class StepRequest:
-    """A checked request for the plan of a whole step."""
-
-    subject: PlannedNetwork
-    batch_size: int
-    shapes: StepShapes
-    """The step of this batch."""
-    node: Machine
-    """The machine as it is given, all of it."""
-    ranks: Ranks
-    data_bytes_per_s: int
-    """Rate at which data loaders of each rank read from flash."""
-    device: str
-    optimizer: str
-    format: str
-    policy: str
-    memory_bytes: int
-    host_bytes: int
-    flash_bytes: int | None
-    """Room on flash; None: not known, so taken to be enough."""
-    tbw_bytes: int | None
-    forward_only: bool
-    weights_stay: bool
-    weights_bytes: int | None = None
-    """Memory of weights; None: as much as makes the step shortest. The next is that of saved tensors."""
-    saved_bytes: int | None = None
-    states: tuple[str, ...] | None = None
-    """Names of the optimizer's states, if they are known otherwise than by its name."""
-    update: str = IN_BACKWARD
-    """When weights are updated: ``IN_BACKWARD`` or ``IN_STEP``."""
-    gradient_memory: int | None = None
-    """Memory of gradients that wait; None: as much as makes the step shortest."""
-    own_optimizer: bool = False
-    """True if the optimizer is the script's own, which ``penstock run`` puts on flash as it is."""
-    clips: bool = False
-    """True if the script clips gradients itself, between backward and ``step()``."""
-    weights_on_host: bool | None = False
-    """True if all weights rest in host memory; None: as many as fit; False: none."""
-
-    @cached_property
-    def machine(self) -> Machine:
-        """Machine as one rank has it: its part of what is shared."""
-        return _of_one_rank(self.node, self.ranks, self.device, self.data_bytes_per_s)
-
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Fields of the machine that are not known, so that their time is not counted."""
-        return self.ranks.unknown(self.node)
-
-    @property
-    def units(self) -> int:
-        """Tokens in the step, or images if there are none."""
-        return self.shapes.tokens or self.batch_size
-
-    @property
-    def unit(self) -> str:
-        """Unit of ``units``: ``"tokens"``, or ``"samples"`` if the inputs are no tokens."""
-        return "tokens" if self.shapes.tokens else "samples"
-
-    @property
-    def weights(self) -> tuple[ModuleWeights, ...]:
-        """Weights with records of the optimizer's format; none for forward alone."""
-        return self._resting[0]
-
-    @cached_property
-    def _resting(self) -> tuple[tuple[ModuleWeights, ...], int]:
-        """Weights, of which some may rest in host memory, and the bytes that they leave of that."""
-        weights = self._all_weights()
-        if self.weights_on_host is False:
-            return weights, self.host_bytes
-        found, left = resting_on_host(weights, self.host_bytes)
-        needed = sum(one.read_bytes for one in found if one.can_rest)
-        if self.weights_on_host and not all(one.on_host for one in found if one.can_rest):
-            raise NoSpaceError(
-                errno=errno.ENOSPC,
-                op="plan of weights",
-                path="host memory",
-                offset_bytes=0,
-                nbytes=needed,
-                free_bytes=self.host_bytes,
-                advice=f"weights take {needed} bytes, and host memory has {self.host_bytes}: raise"
-                " --host-memory, or --weights flash, with which those that fit rest there",
-            )
-        return found, left
-
-    def _all_weights(self) -> tuple[ModuleWeights, ...]:
-        divided = self.ranks.divide(self.shapes.weights)
-        if self.forward_only:
-            return forward_only(divided)
-        on_device = self.device != "cpu"
-        needed = record_bytes(
-            self.optimizer,
-            self.format,
-            self.states,
-            with_master=not self.own_optimizer or on_device,
-            whole_master=self.own_optimizer and on_device,
-        )
-        states = _STATES[self.optimizer] if self.states is None else self.states
-        update_s = (
-            getattr(self.node, f"update_{self.format}_s") if states == _STATES["adam"] else 0.0
-        )
-        return with_records(divided, needed, update_s)
-
-    @cached_property
-    def planner(self) -> StepPlanner:
-        """Planner of this step; refuses what flash has no room for."""
-        auto, profile = self.policy == "auto", self.shapes.profile
-        return StepPlanner(
-            forward_part(profile) if self.forward_only else profile,
-            self.weights,
-            self.machine,
-            policy=policies.get(self.policy),
-            least_policy=policies.get("all") if auto else None,
-            ring_bytes=self._ring_bytes if self.device == "cpu" else 0,
-            host_bytes=self._resting[1],
-            flash_bytes=self.flash_bytes,
-            weights_stay=self.weights_stay,
-            weights_bytes=self.weights_bytes,
-            saved_bytes=self.saved_bytes,
-            update=self.update,
-            gradient_memory=self.gradient_memory,
-            clips=self.clips and self.update == IN_STEP,
-        )
-
-    @property
-    def _ring_bytes(self) -> int:
-        """Host memory of the buffers of transfers; on an accelerator they are not in its memory."""
-        config = importlib.import_module("penstock.optim.config")
-        ring: int = config.RING_BYTES * config.TILE
-        return ENGINE_BYTES + ring * any(one.state_bytes for one in self.weights)
-
-    def plan(self) -> StepPlan:
-        """Return the plan.
-
-        Raises:
-            BudgetError: The memory is below the least.
-            NoSpaceError: Flash has no room.
-        """
-        return self.planner.plan(self.memory_bytes)
-
-
-def _of_one_rank(node: Machine, ranks: Ranks, device: str, rate: int) -> Machine:
-    share = ranks.share_of(node, device=device)
-    return share.less_read(rate) if rate else share
-
-
-def record_bytes(
-    optimizer: str,
-    format_name: str,
-    states: Sequence[str] | None = None,
-    *,
-    with_master: bool = True,
-    whole_master: bool = False,
-) -> Callable[[int, str], int]:
-    """Return a function of (trained parameters, dtype) to the bytes of their records on flash.
-
-    Args:
-        optimizer: Value of ``--optimizer``.
-        format_name: Format of the records.
-        states: Names of the states that it keeps; None: those of ``optimizer``.
-        with_master: True if 16-bit parameters have a float32 master in every format, as those of
-            ``FlashAdamW``; False if they have none in ``exact``, as of optimizers that are put on flash.
-        whole_master: True if every bit of the master is kept, also beside a float32 weight, as it is for
-            weights on a device.
-
-    Raises:
-        ConfigError: When called: the format is not for this dtype.
-    """
-    torch = importlib.import_module("torch")
-    config = importlib.import_module("penstock.optim.config")
-    formats = importlib.import_module("penstock.optim.formats")
-    names = _STATES[optimizer] if states is None else states
-    has_master = with_master or format_name != "exact"
-
-    def count(elements: int, dtype: str) -> int:
-        stepped = formats.stepped_dtype(getattr(torch, dtype), with_master=has_master)
-        form = formats.form_of(
-            format_name,
-            getattr(torch, dtype),
-            [formats.State(name, stepped) for name in names],
-            with_master=has_master,
-            whole_master=whole_master,
-            where=f"--format {format_name}",
-        )
-        tiles, rest = divmod(elements, config.TILE)
-        last = form.record_bytes(round_up(rest, formats.UNIT)) if rest else 0
-        return int(tiles * form.record_bytes(config.TILE) + last)
-
-    return count
 
 
 def check_step_options(options: argparse.Namespace) -> None:
@@ -320,7 +114,7 @@ def check_step(
         batch_size, shapes = recorded.samples or recorded.passes, recorded
         states: tuple[str, ...] | None = states_on_flash(recorded)
     else:
-        machine = _of_one_rank(node, ranks, device, rate)
+        machine = of_one_rank(node, ranks, device, rate)
         # states are on flash, so that none are in device memory
         training = TrainingSetup(machine, device, "sgd", options.autocast)
         found = subject(options.network, training, parse_settings(options.set))
@@ -516,119 +310,3 @@ def _changed(name: str, request: StepRequest) -> ChangedStep:
         return ChangedStep(name, request.units, None, "not for these parameters")
     except PenstockError as error:
         return ChangedStep(name, request.units, None, str(error).partition(";")[0])
-
-
-def text(
-    request: StepRequest, plan: StepPlan, changes: list[ChangedStep], *, verbose: bool
-) -> RenderableType:
-    """Render a report for the terminal."""
-    head = Text(f"{request.subject.name}, batch {request.batch_size}", style="bold")
-    tokens = f" ({request.units} tokens)" if request.unit == "tokens" else ""
-    trained = (
-        "forward only"
-        if request.forward_only
-        else f"{plan.parameters / 1e6:.4g} M trained parameters, with records of {request.optimizer} in"
-        f" format {request.format}{', updated in step()' if plan.in_step else ''}"
-    )
-    where = "in memory" if request.weights_stay else "on flash"
-    if plan.host_weight_bytes:
-        where = f"on flash, {format_bytes(plan.host_weight_bytes)} of them in host memory"
-        where = where if plan.home_bytes else "in host memory"
-    head.append(
-        f"{tokens} on {request.node.name}{ranks_line(request.ranks, request.machine)}"
-        f"\n{format_bytes(plan.weight_bytes)} of weights {where}; {trained}"
-        f"\n{format_bytes(request.memory_bytes)} of memory for everything, of which at least"
-        f" {format_bytes(plan.least_bytes)} ({plan.least_bytes} bytes) are needed",
-        style="not bold",
-    )
-    body = whole_step(
-        plan,
-        units=request.units,
-        unit=request.unit,
-        tbw_bytes=request.tbw_bytes,
-        flash_bytes=request.flash_bytes,
-        ranks=request.ranks,
-        unknown=request.unknown,
-        verbose=verbose,
-    )
-    now = ChangedStep("as asked for", request.units, plan, ranks=request.ranks)
-    return Group(head, Text(), body, Text(), changed_steps([now, *changes], unit=request.unit))
-
-
-def document(request: StepRequest, plan: StepPlan, changes: list[ChangedStep]) -> dict[str, Any]:
-    """Return the JSON document."""
-    return {
-        "schema": 1,
-        "penstock": __version__,
-        "network": request.subject.name,
-        "batch_size": request.batch_size,
-        "units": request.units,
-        "unit": request.unit,
-        "machine": request.node.name,
-        "device": request.device,
-        "optimizer": request.optimizer,
-        "format": request.format,
-        "forward_only": request.forward_only,
-        "policy": request.policy,
-        "update": request.update,
-        "clips": request.clips,
-        "memory_bytes": request.memory_bytes,
-        "flash_bytes": request.flash_bytes,
-        "tbw_bytes": request.tbw_bytes,
-        "ranks": _ranks_facts(request, plan),
-        "step": facts(plan, request.units, request.tbw_bytes, request.ranks),
-        "changes": [
-            {
-                "change": one.name,
-                "units": one.units,
-                "refused": one.refused or None,
-                "step": None
-                if one.plan is None
-                else facts(one.plan, one.units, request.tbw_bytes, one.ranks),
-            }
-            for one in changes
-        ],
-    }
-
-
-def _ranks_facts(request: StepRequest, plan: StepPlan) -> dict[str, Any]:
-    """Return what belongs to all ranks together, and what one has of its node, as JSON."""
-    ranks, share = request.ranks, request.machine
-    return {
-        **asdict(ranks),
-        "per_node": ranks.per_node,
-        "units": request.units * ranks.count,
-        "flash_read_bytes_per_s": share.flash_read_bytes_per_s,
-        "flash_write_bytes_per_s": share.flash_write_bytes_per_s,
-        "network_bytes_per_s": share.network_bytes_per_s or None,
-        "not_known": list(request.unknown),
-        "disk_bytes_per_node": plan.disk_bytes * ranks.per_node,
-        "disk_bytes_per_ssd": ranks.of_each_ssd(plan.disk_bytes),
-        "written_bytes_per_ssd": ranks.of_each_ssd(plan.written_bytes),
-    }
-
-
-def facts(plan: StepPlan, units: int, tbw_bytes: int | None, ranks: Ranks) -> dict[str, Any]:
-    """Return a plan as JSON, with the bytes of one rank. Times are in nanoseconds."""
-    factor, replayed = plan.hidden_factor, plan.replayed
-    return {
-        **asdict(replayed),
-        "stall_ns": replayed.stall_ns,
-        "bounds": {**asdict(plan.bounds), "flash": plan.bounds.flash, "binds": plan.bounds.binds},
-        "hiding_units": None if factor is None else round(factor * units),
-        "network_hiding_units": round(plan.network_factor * units),
-        "memory": {**asdict(plan.memory), "total": plan.memory.total},
-        "least_bytes": plan.least_bytes,
-        "parameters": plan.parameters,
-        "weight_bytes": plan.weight_bytes,
-        "host_weight_bytes": plan.host_weight_bytes,
-        "disk_bytes": plan.disk_bytes,
-        "read_bytes": plan.read_bytes,
-        "written_bytes": plan.written_bytes,
-        "steps_to_wear_out": None
-        if tbw_bytes is None
-        else ranks.steps_until(tbw_bytes, plan.written_bytes),
-        "kept": list(plan.kept),
-        "cached": list(plan.cached),
-        "order": list(plan.order),
-    }

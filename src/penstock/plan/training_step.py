@@ -24,6 +24,8 @@ from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 from penstock.plan.replay.step_moves import MOST_PIECES, step_slots, update_ns
 from penstock.plan.replay.step_walk import ReplayedStep, replay_step
+from penstock.plan.step_plan import StepBounds, StepMemory, StepPlan, hidden_factor
+from penstock.plan.step_profile import without_weights
 from penstock.plan.weight_stays import order_of_uses, weight_stays
 from penstock.plan.weights import (
     IN_BACKWARD,
@@ -65,127 +67,6 @@ FLYING_BYTES: Final = 64 * MIB
 """Most bytes of gradients on their way to flash at once, beside those that wait in memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Memory of a step in bytes, by what it is for."""
-
-    kept: int
-    """Weights that stay."""
-    cached: int
-    """Optimizer records that stay."""
-    window: int
-    """Weights that come and go, gradients, and updates on their way to flash."""
-    rings: int
-    """Buffers of transfers."""
-    saved: int
-    """Saved tensors; on an accelerator everything else on the device, too."""
-    gradients: int = 0
-    """Gradients that wait for ``step()``, or for what other backwards add to them."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.kept + self.cached + self.window + self.rings + self.saved + self.gradients
-
-
-@dataclass(frozen=True, slots=True)
-class StepBounds:
-    """Times in ns that a step cannot be shorter than, each for one resource."""
-
-    compute: int
-    """Forward and backward; on a CPU with the arithmetic of updates, which uses the same cores."""
-    reads: int
-    """Reads from flash."""
-    writes: int
-    """Writes to flash."""
-    shared: bool
-    """True if reads and writes share one bandwidth, so that their sum counts."""
-    update: int
-    """Arithmetic of updates."""
-    link: int
-    """The busier direction of the link; 0 if flash is not behind it."""
-    network: int = 0
-    """Weights that are gathered and gradients that are reduced; 0 if there is none, or its bandwidth is
-    not known."""
-
-    @property
-    def flash(self) -> int:
-        """Time that flash takes."""
-        return self.reads + self.writes if self.shared else max(self.reads, self.writes)
-
-    @property
-    def step(self) -> int:
-        """The largest."""
-        return max(self.compute, self.flash, self.update, self.link, self.network)
-
-    @property
-    def binds(self) -> str:
-        """Name of the largest: ``"compute"``, ``"flash"``, ``"link"``, ``"update"`` or ``"network"``."""
-        bounds = {
-            "compute": self.compute,
-            "flash": self.flash,
-            "link": self.link,
-            "update": self.update,
-            "network": self.network,
-        }
-        return max(bounds, key=bounds.__getitem__)
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """Plan of one training step with weights on flash, and what it costs."""
-
-    machine: str
-    """Name of the machine."""
-    saved: Plan
-    """Plan for saved tensors, within ``memory.saved``."""
-    kept: tuple[str, ...]
-    """Modules whose weights stay in memory, in the order of the module tree."""
-    cached: tuple[str, ...]
-    """Modules whose optimizer records stay in memory."""
-    choice: WeightsChoice
-    """The same, and which weights stay from one use to the next."""
-    order: tuple[str, ...]
-    """Modules in the order in which their weights are read or gathered, once for each use."""
-    memory: StepMemory
-    memory_bytes: int
-    """The memory that was given."""
-    least_bytes: int
-    """Least memory for this step."""
-    disk_bytes: int
-    """Bytes on flash: all weights (unless they never leave memory, or rest in host memory), all records,
-    gradients that wait there, and the most saved tensors at once. With several ranks, those of one."""
-    parameters: int
-    """Number of trained parameters, of all ranks together."""
-    weights_stay: bool
-    """True if weights never leave memory."""
-    in_step: bool
-    """True if ``step()`` updates weights, after backward."""
-    weight_bytes: int
-    """Bytes of all weights, of all ranks together."""
-    host_weight_bytes: int
-    """Bytes of those of one rank that rest in host memory; the next are of those that rest on flash."""
-    home_bytes: int
-    bounds: StepBounds
-    replayed: ReplayedStep
-    hidden_factor: float | None
-    """How many times as many tokens a step (images, sequences) would just hide the flash behind compute;
-    1 or less: it is hidden. None: no number would, since saved tensors take longer to move than to
-    compute. Updates in ``step()`` come after that, and are not hidden."""
-    network_factor: float
-    """The same for the network, whose bytes do not grow with the tokens; 0 if it takes no time."""
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes written to flash in a step."""
-        return self.replayed.moved.written + self.replayed.activations_written
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes read from flash in a step."""
-        return self.replayed.moved.read + self.replayed.activations_read
-
-
 def least_window(profile: Profile, weights: Sequence[ModuleWeights], choice: WeightsChoice) -> int:
     """Return the least window: what is needed at once, and the module that is read next beside it.
 
@@ -207,49 +88,6 @@ _ANY: Final = Machine("any", 1.0, 1.0, 0.0, 1.0, 1.0)
 def gradient_bytes(weights: Iterable[ModuleWeights]) -> int:
     """Return the bytes of gradients at once: one is made while another one is used for an update."""
     return 2 * max((one.trained_bytes * one.updated for one in weights), default=0)
-
-
-def without_weights(profile: Profile, weights: Sequence[ModuleWeights]) -> Profile:
-    """Return a profile of all device memory without parameters and gradients, which are planned apart.
-
-    A profile of saved tensors only has none of them, and is returned as it is.
-    """
-    if not profile.fixed_bytes:
-        return profile
-    less = sum(one.nbytes + one.small_bytes + one.trained_bytes * one.updated for one in weights)
-    return replace(
-        profile,
-        fixed_bytes=max(0, profile.fixed_bytes - less),
-        small_bytes=max(0, profile.small_bytes - less),
-        slots=tuple(
-            replace(
-                slot,
-                small_bytes=None if slot.small_bytes is None else max(0, slot.small_bytes - less),
-                small_bytes_at_need=None
-                if slot.small_bytes_at_need is None
-                else max(0, slot.small_bytes_at_need - less),
-            )
-            for slot in profile.slots
-        ),
-    )
-
-
-def forward_part(profile: Profile) -> Profile:
-    """Return the forward of a profile alone, as inference runs it: nothing is saved.
-
-    The operators keep their indices, so weights can refer to them (``weights.forward_only``).
-    """
-    operators = tuple(one for one in profile.operators if not one.backward)
-    end_ns = operators[-1].end_ns if operators else 0
-    return replace(
-        profile,
-        slots=(),
-        operators=operators,
-        passes=tuple(
-            replace(one, backward_start_ns=end_ns, end_ns=end_ns) for one in profile.passes[:1]
-        ),
-        transients=tuple(one for one in profile.transients if one.at_ns <= end_ns),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -730,7 +568,7 @@ class StepPlanner:
             bounds=bounds,
             replayed=found,
             # flash is hidden: it always computes
-            hidden_factor=_hidden_factor(always, machine, moved_in_step(self.weights, one.choice)),
+            hidden_factor=hidden_factor(always, machine, moved_in_step(self.weights, one.choice)),
             network_factor=found.network_ns / max(1, found.compute_ns),
         )
 
@@ -751,38 +589,3 @@ class StepPlanner:
             limit_bytes=memory_bytes,
             least_bytes=least.total,
         )
-
-
-def _hidden_factor(found: ReplayedStep, machine: Machine, in_step: tuple[int, int]) -> float | None:
-    """Return the factor on tokens at which compute just hides flash.
-
-    Compute and saved tensors grow with the tokens; weights, records and gradients do not. On a CPU the
-    update takes its time from compute. What is read and written ``in_step`` comes after compute.
-    """
-    moved = found.moved
-    reads, more_reads = _times(
-        found.read_ns, moved.read - in_step[0], found.activations_read, moved.read
-    )
-    writes, more_writes = _times(
-        found.write_ns, moved.written - in_step[1], found.activations_written, moved.written
-    )
-    grows = found.compute_ns
-    if machine.flash_shared:
-        return _ratio(reads + writes, grows - more_reads - more_writes)
-    one = _ratio(reads, grows - more_reads)
-    other = _ratio(writes, grows - more_writes)
-    return None if one is None or other is None else max(one, other)
-
-
-def _times(
-    took_ns: int, fixed_bytes: int, activation_bytes: int, moved_bytes: int
-) -> tuple[float, float]:
-    """Return the parts of a time for bytes that do not grow with the tokens, and for those that do."""
-    whole_bytes = max(1, moved_bytes + activation_bytes)
-    return took_ns * fixed_bytes / whole_bytes, took_ns * activation_bytes / whole_bytes
-
-
-def _ratio(fixed_ns: float, left_ns: float) -> float | None:
-    if left_ns <= 0:
-        return None if fixed_ns or left_ns else 0.0
-    return fixed_ns / left_ns

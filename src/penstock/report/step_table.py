@@ -14,7 +14,7 @@ from penstock.core.units import format_bandwidth, format_bytes, format_duration
 from penstock.observe.summary_text import add_row, grid, percent
 from penstock.plan.machine import Machine
 from penstock.plan.ranks import DDP, Ranks
-from penstock.plan.training_step import StepPlan
+from penstock.plan.step_plan import StepPlan
 from penstock.report.plan_table import wear
 
 _BINDS: Final = {
