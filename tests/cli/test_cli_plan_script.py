@@ -273,10 +273,7 @@ def test_the_text_answers_with_a_sentence_a_table_and_a_picture(work):
             work, EXAMPLES / "plain_loop.py", "--batch", "4", options=("--plot", "cost.svg")
         ),
         start_plan(work, "train.py", "--how", "unknown", options=("--memory", "8MiB")),
-        start_plan(
-            *(work, "-m", "train", "--how", "clip"),
-            options=(*WHOLE, "--gradient-memory", "0B"),
-        ),
+        start_plan(work, "-m", "train", "--how", "clip", options=WHOLE),
     ]
     loop, unknown, whole = [end(process) for process in processes]
     assert loop.code == 0, loop.err

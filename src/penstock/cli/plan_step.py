@@ -152,9 +152,7 @@ def check_step(
         update=options.update or _update_of(options, recorded),
         own_optimizer=recorded is not None,
         clips=recorded is not None and recorded.clips,
-        gradient_memory=None
-        if options.gradient_memory is None
-        else bytes_of(options, "gradient_memory", 0),
+        gradient_memory=_gradient_memory(options, recorded),
         weights_on_host=_weights_on_host(options, device),
     )
 
@@ -163,6 +161,14 @@ def _update_of(options: argparse.Namespace, recorded: RecordedStep | None) -> st
     """Return when weights are updated, where no option says it."""
     is_script = recorded is not None and options.ranks in {None, 1}
     return IN_STEP if options.clip or is_script else IN_BACKWARD
+
+
+def _gradient_memory(options: argparse.Namespace, recorded: RecordedStep | None) -> int | None:
+    """Return the memory of gradients that wait, of a script as ``penstock run`` sets it."""
+    if options.gradient_memory is None:
+        runs = recorded is not None and options.update is None and options.weights != "keep"
+        return 0 if runs else None
+    return bytes_of(options, "gradient_memory", 0)
 
 
 def _weights_on_host(options: argparse.Namespace, device: str) -> bool | None:
