@@ -91,10 +91,11 @@ def wide():
     sizes = (64, 130), (130, 67), (67, 64)
     return nn.Sequential(*(nn.Linear(*each) for each in sizes)).to(device)
 
-def session_of(model, limit="40KiB"):
-    limits = {} if device.type == "cpu" else {"host_memory": "64MiB"}
+def session_of(model, limit="40KiB", weights="flash"):
+    host_memory = {"flash": "64MiB", "host": "128MiB"}[weights]
+    limits = {} if device.type == "cpu" else {"host_memory": host_memory}
     return penstock.offload(
-        model, weights="flash", weights_memory=limit, flash=flash, floor="4KiB",
+        model, weights=weights, weights_memory=limit, flash=flash, floor="4KiB",
         device_memory="64MiB", flash_capacity="64MiB", **limits,
     )
 

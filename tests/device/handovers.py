@@ -443,14 +443,20 @@ def _on_host(step: CopyStep, writes: bool, piece: Any) -> None:
 def weights() -> None:
     """Who writes a weight home, or lets its memory go, knows what those knew who let go of the weight.
 
-    Who is about to change one knows of the end of its last write. Threads that hold a weight together
-    know who has brought it, and who ends the hold knows of all.
+    Who is about to change one, or to read it again, knows of the end of its last write. Threads that hold
+    a weight together know who has brought it, and who ends the hold knows of all.
     """
+
+    def written(order: AccessOrder, _: WeightEviction, stay: Stay, transfer: Transfer) -> None:
+        order.take_over(_key(transfer))  # which may have been deferred to another thread
+        order.hand_over(_key(stay.home))
+
     _around(WeightHolds, "_leave", lambda order, self, *_: order.hand_over(_key(self)))
     _around(WeightHolds, "_let_go", lambda order, self, *_: order.take_over(_key(self)))
     _around(WeightHolds, "_bring", None, _held_together)
     _around(WeightKeeper, "let_go", lambda order, _, home: order.hand_over(_key(home)))
-    _around(WeightEviction, "_written", lambda order, _, stay, __: order.hand_over(_key(stay.home)))
+    _around(WeightEviction, "_written", written)
+    _around(DeviceMemory, "begin", lambda order, _, home, __: order.take_over(_key(home)))
     _around(Stay, "begin_use", lambda order, stay: order.take_over(_key(stay.home)))
     _around(
         WeightEviction,

@@ -144,12 +144,12 @@ def stopped(session):
     weights, account = session._weights, session._weights.account
     assert not weights.forced and 0 < account.peak_bytes <= 40 * 1024 < weights.total_bytes
 
-def with_states(rests):
+def with_states(weights):
     model = sharded(wide())
     optimizer = adamw(model)
-    with session_of(model) if rests else nullcontext() as session:
+    with session_of(model, weights=weights) if weights else nullcontext() as session:
         found = steps(model, optimizer, 2)
-        if rests:
+        if weights:
             stopped(session)
         saved = {name: each.detach().clone() for name, each in model.state_dict().items()}
         found += steps(model, optimizer, 1, first=2)
@@ -163,7 +163,9 @@ half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 kept = {"mp_policy": half, "reshard_after_forward": False}
 with plugin.judged() as order:
     compare({"kept after forward": (kept, overlapped)})
-    assert_same(with_states(True), with_states(False))
+    plain = with_states(None)
+    for weights in "flash", "host":
+        assert_same(with_states(weights), plain)
     complaints = plugin.faults(order)
 assert not complaints, complaints
 assert order.checked > 1000, f"only {order.checked} accesses were judged"

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.errors import NoSpaceError
 from penstock.core.units import format_bytes, round_up
-from penstock.homed import use_count
+from penstock.homed import local_of, use_count
 from penstock.plan.weights import share_of
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.store.base import Tier
@@ -134,7 +134,8 @@ class HostPlaces:
             NoSpaceError: There is no room for all of them; nothing was moved.
             TransferError: One could not be written; it and those after it are still in memory.
         """
-        places = self._places([parameter.nbytes for _, parameter in parameters])
+        sizes = [(name, local_of(parameter).nbytes) for name, parameter in parameters]
+        places = self._places([nbytes for _, nbytes in sizes])
         missing = [
             each
             for each, place in zip(parameters, places, strict=True)
@@ -142,7 +143,7 @@ class HostPlaces:
         ]
         if missing and self.files is None:
             places.clear()
-            raise self._no_space([(name, each.nbytes) for name, each in parameters])
+            raise self._no_space(sizes)
         made: dict[str, Home] = {}
         try:
             if self.files is not None:
@@ -151,7 +152,8 @@ class HostPlaces:
                 if parameter.device.type == "cpu" and name not in made:
                     made[name] = OwnMemoryHome(name, parameter, self.tier, place)
                 elif place is not None:
-                    copy_out(parameter, place.memory[: parameter.nbytes])
+                    local = local_of(parameter)
+                    copy_out(local, place.memory[: local.nbytes])
                     made[name] = (kind or Home)(name, parameter, self.tier, place)
                     made[name].rest()
         except BaseException:
