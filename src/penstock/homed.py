@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Protocol, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -78,14 +77,14 @@ class UpdateMemory:
         self.moving = parent.child(GRADIENTS)
         self.records = parent.child(OPTIMIZER, 0)
         self.records.yield_by(self._records_give_way)
-        self._wanted: dict[int, int] = {}
-        self._holders: WeakKeyDictionary[RecordHolder, int] = WeakKeyDictionary()
+        self._wanted: dict[int, tuple[int, int]] = {}  # bytes of all gradients, and of the longest
+        self._holders: dict[int, tuple[weakref.ref[RecordHolder], int]] = {}
 
     def limit(self, nbytes: int, *, with_records: bool) -> int:
         """Divide what is left to gradients, and then to records; return the bytes that they can use."""
-        gradients = max(0, min(nbytes, sum(tuple(self._wanted.values()))))
+        gradients = max(0, min(nbytes, sum(each for each, _ in self._wanted.copy().values())))
         self.waiting.limit_bytes = gradients
-        wanted = sum(tuple(self._holders.values())) if with_records else 0
+        wanted = sum(each for _, each in self._holders.copy().values()) if with_records else 0
         self.records.limit_bytes = max(0, min(nbytes - gradients, wanted))
         return gradients + self.records.limit_bytes
 
@@ -107,8 +106,11 @@ class UpdateMemory:
         key = id(owner)
         if key not in self._wanted:
             weakref.finalize(owner, self._wanted.pop, key, None).atexit = False
-        self._wanted[key] = sum(sizes)
-        missing = max(sizes, default=0) - self.moving.used_bytes
+        self._wanted[key] = sum(sizes), max(sizes, default=0)
+        longest = max(each for _, each in self._wanted.copy().values())
+        missing = longest - self.moving.used_bytes
+        if missing < 0:
+            self.moving.free(-missing, GRADIENTS)
         if missing > 0:
             if self.moving.missing_elsewhere(missing):
                 self.moving.make_room(missing)
@@ -125,13 +127,18 @@ class UpdateMemory:
 
     def want_records(self, holder: RecordHolder, nbytes: int) -> None:
         """Note the bytes of records that ``holder`` would have stay, while it is alive."""
-        self._holders[holder] = nbytes
+        key = id(holder)
+        if key not in self._holders:
+            weakref.finalize(holder, self._holders.pop, key, None).atexit = False
+        self._holders[key] = weakref.ref(holder), nbytes
 
     def _records_give_way(self, nbytes: int) -> None:
-        for holder in tuple(self._holders):
+        nbytes = max(nbytes, self.records.owed_bytes)  # of several who wait
+        for reference, _ in self._holders.copy().values():
+            holder = reference()
             if nbytes <= 0:
                 break
-            nbytes -= holder.give_way(nbytes)
+            nbytes -= 0 if holder is None else holder.give_way(nbytes)
 
     def close(self) -> None:
         """Give nothing any more. Idempotent."""

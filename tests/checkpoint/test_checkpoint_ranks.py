@@ -76,7 +76,9 @@ def as_rank(monkeypatch):
     return become
 
 
-def test_ranks_before_their_process_group_are_known_by_their_launcher(disk_path, as_rank):
+def test_ranks_before_their_process_group_are_known_by_their_launcher(
+    disk_path, as_rank, monkeypatch
+):
     as_rank(1, 4)
     checkpoint.save(disk_path / "one", {"w": torch.ones(9)}, facts={"rank": 8})
     facts = json.loads((disk_path / "one" / "manifest.json").read_text())["facts"]
@@ -91,6 +93,16 @@ def test_ranks_before_their_process_group_are_known_by_their_launcher(disk_path,
         as_rank(2, 4)
         with pytest.raises(ConfigError, match="saved by rank 0 of 4"):
             first.save(1, {"x": 2})
+    as_rank(0, 4)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    checkpoint.save(disk_path / "one", {"w": torch.ones(8)})  # in another run ranks are others
+    as_rank(1, 4)
+    with pytest.raises(ConfigError, match="saved by rank 0 of 4"):
+        checkpoint.save(disk_path / "one", {"w": torch.zeros(9)})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    checkpoint.save(disk_path / "one", {"w": torch.ones(7)})
+    as_rank(0, 2)
+    checkpoint.save(disk_path / "one", {"w": torch.ones(6)})
     as_rank(0, 1)  # a program of one process may replace it
     checkpoint.save(disk_path / "one", {"w": torch.zeros(9)})
     assert torch.equal(checkpoint.load(disk_path / "one")["w"], torch.zeros(9))

@@ -19,6 +19,7 @@ from gpu_weights_rig import (
     state_of,
 )
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import penstock
 from penstock.core.errors import ClosedError, NoSpaceError, PenstockWarning
@@ -89,6 +90,17 @@ def test_weights_pass_the_link_alone(tmp_path):
         assert not session._mover.lent_bytes
         assert engine.written_bytes == engine.read_bytes == 0
     assert_same([found, state_of(model)], [expected, state_of(plain)])
+
+
+def test_what_rests_in_pinned_memory_has_no_other(tmp_path):
+    plain, model = built("cpu"), built("cpu")
+    own = [StorageWeakRef(block.weight.untyped_storage()) for block in model.blocks]
+    with on_device_flash(model, tmp_path, weights="host", device=DEVICE):
+        gc.collect()
+        assert all(each.expired() for each in own)
+        assert_same([trained(model)], [trained(plain.to(DEVICE))])
+    assert all(each.is_cpu for each in model.parameters())
+    assert_same(state_of(model), state_of(plain))
 
 
 @pytest.mark.parametrize("is_built_on_flash", [False, True])

@@ -107,8 +107,8 @@ def test_a_step_on_a_rank_whose_disk_is_full_is_completed_in_memory(disk_path):
 cases = {
     "states": ({}, "states could not be written"),
     "in backward": ({"overlap": True}, "states could not be written"),
-    "gradients": ({"gradient_memory": 0, "host_memory": "1GiB"}, "gradients beyond gradient_memory"),
-    "no file": ({"gradient_memory": 0, "host_memory": "1GiB"}, "gradients beyond gradient_memory"),
+    "gradients": ({"gradient_memory": 0, "host_memory": "1GiB"}, "gradients that are to wait on flash"),
+    "no file": ({"gradient_memory": 0, "host_memory": "1GiB"}, "gradients that are to wait on flash"),
 }
 for kind in KINDS:
     expected = plain(kind, 4)

@@ -98,6 +98,16 @@ def planner(profile, weights, machine=BOX, policy="keep", **settings):
     return StepPlanner(profile, weights, machine, policy=policies.get(policy), **settings)
 
 
+def test_a_trained_bias_beside_a_frozen_weight_is_planned():
+    weights = tuple(
+        replace(each, trained_bytes=0, trained=512, record_bytes=PAGE, gradient=each.uses[-1])
+        for each in weights_of([2 << 20] * 4, trained=False)
+    )
+    found = planner(chain([1000] * 4), weights)
+    plan = found.plan(found.least.total + (64 << 20))
+    assert plan.replayed.moved.records_written == 4 * PAGE
+
+
 # -- the hand calculation ---------------------------------------------------------------------------
 
 

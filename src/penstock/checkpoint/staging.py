@@ -53,6 +53,7 @@ _OURS: Final = re.compile(
 """Names of the files that are written here; other writers may have others."""
 _RANK: Final = "saved_by_rank"
 _RANKS: Final = "saved_by_ranks"
+_RUN: Final = "saved_by_run"
 _SLACK_BYTES: Final = MIB
 """For the manifest's file and the file system's own."""
 
@@ -211,14 +212,16 @@ def check_only_ours(path: str) -> None:
         )
 
 
-def rank_facts() -> dict[str, int]:
+def rank_facts() -> dict[str, int | str]:
     """Return facts on the rank of this process among several; none in a run of one process."""
     if dist.is_available() and dist.is_initialized():
         number: int | None = dist.get_rank()
         size = dist.get_world_size()
     else:
         number, size = ranks.rank(), ranks.world_size()
-    return {} if number is None or size < 2 else {_RANK: number, _RANKS: size}
+    if number is None or size < 2:
+        return {}
+    return {_RANK: number, _RANKS: size, **ranks.run_facts(_RUN)}
 
 
 def advice_for_ranks() -> str:
@@ -234,13 +237,17 @@ def advice_for_ranks() -> str:
 
 
 def check_rank(path: str) -> None:
-    """Raise ConfigError if a checkpoint was saved by another rank than this process, which is one."""
+    """Raise ConfigError if a checkpoint was saved by another rank of the run of this process.
+
+    After a restart of torchrun, and in a run of more or fewer ranks, a process may have another number.
+    """
     own = rank_facts()
     if not own or not os.path.lexists(path):
         return
     with suppress(CheckpointError, TransferError), OpenCheckpoint(path) as opened:
         facts = opened.manifest.facts
-        if facts.get(_RANK, own[_RANK]) != own[_RANK]:
+        is_same_run = all(facts.get(each) == own.get(each) for each in (_RANKS, _RUN))
+        if is_same_run and facts.get(_RANK, own[_RANK]) != own[_RANK]:
             raise ConfigError(
                 f"{path!r} was saved by rank {facts[_RANK]} of {facts.get(_RANKS)}, and rank"
                 f" {own[_RANK]} would replace it{advice_for_ranks()}"

@@ -244,7 +244,8 @@ def _refuse_step_options(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --ranks")
     for name in ("tokens", "memory", "format", *OF_GRADIENTS):
         if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} needs --weights flash or --ranks")
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} needs --weights flash or --ranks")
     for name in ("forward_only", "clip"):
         if getattr(options, name):
             raise ConfigError(f"--{name.replace('_', '-')} needs --weights flash or --ranks")

@@ -231,7 +231,7 @@ class BudgetRequest:
             update=IN_STEP,
             own_optimizer=True,
             clips=step.clips,
-            gradient_memory=_AMPLE_BYTES if weights_stay else None,
+            gradient_memory=_AMPLE_BYTES if weights_stay else 0,
         )
         least = request.planner.least.total
         plan = replace(request, memory_bytes=least).plan()

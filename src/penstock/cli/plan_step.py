@@ -28,6 +28,7 @@ from penstock.cli.plan_request import bytes_of, data_rate, device_of, machine_of
 from penstock.cli.recorded_step import RecordedStep
 from penstock.cli.step_answer import document, text
 from penstock.cli.step_request import StepRequest, of_one_rank
+from penstock.core.config import UNLIMITED
 from penstock.core.errors import BudgetError, ConfigError, NoSpaceError, PenstockError
 from penstock.core.units import format_bytes, parse_bandwidth
 from penstock.plan import Machine, policies
@@ -110,6 +111,11 @@ def check_step(
     rate = data_rate(options.data_rate, machine)
     shapes: StepShapes
     if recorded is not None:
+        if ranks.count > 1 and recorded.passes > 1:
+            raise ConfigError(
+                f"--ranks is for steps of one backward, and a step of {name} has {recorded.passes}: plan"
+                " it without --ranks"
+            )
         found = PlannedNetwork(name, None)
         batch_size, shapes = recorded.samples or recorded.passes, recorded
         states: tuple[str, ...] | None = states_on_flash(recorded)
@@ -165,10 +171,11 @@ def _update_of(options: argparse.Namespace, recorded: RecordedStep | None) -> st
 
 def _gradient_memory(options: argparse.Namespace, recorded: RecordedStep | None) -> int | None:
     """Return the memory of gradients that wait, of a script as ``penstock run`` sets it."""
-    if options.gradient_memory is None:
-        runs = recorded is not None and options.update is None and options.weights != "keep"
-        return 0 if runs else None
-    return bytes_of(options, "gradient_memory", 0)
+    if options.gradient_memory is not None:
+        return bytes_of(options, "gradient_memory", 0)
+    if recorded is None or options.update == IN_BACKWARD:
+        return None
+    return UNLIMITED if options.weights == "keep" else 0
 
 
 def _weights_on_host(options: argparse.Namespace, device: str) -> bool | None:

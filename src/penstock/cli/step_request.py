@@ -129,7 +129,7 @@ class StepRequest:
             self.format,
             self.states,
             with_master=not self.own_optimizer or on_device,
-            whole_master=self.own_optimizer and on_device,
+            whole_master=on_device,
         )
         states = _STATES[self.optimizer] if self.states is None else self.states
         update_s = (

@@ -28,6 +28,13 @@ def rank() -> int | None:
     return number if size > 1 and 0 <= number < size else None
 
 
+def run_facts(name: str) -> dict[str, str]:
+    """Return what tells a start or restart of torchrun from others, under a name; empty without it."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {} if run is None else {name: f"{run}, restart {restarts}"}
+
+
 def world_size() -> int:
     """Return ``WORLD_SIZE``, the number of processes of the job; 1 without a launcher."""
     return 1 if rank() is None else int(os.environ["WORLD_SIZE"])

@@ -313,7 +313,7 @@ class Gradients:
         if not self._is_told:
             self._is_told = True
             warnings.warn(
-                "gradients beyond gradient_memory cannot be written and stay in memory, until they"
+                "gradients that are to wait on flash cannot be written and stay in memory, until they"
                 f" can: {error}",
                 PenstockWarning,
                 stacklevel=2,

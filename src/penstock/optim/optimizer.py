@@ -127,11 +127,12 @@ class OnFlash(torch.optim.Optimizer):
     def record_bytes(self) -> dict[Tensor, int]:
         """Return the bytes of each parameter's records that a step reads and writes.
 
-        Those that stay in memory are not counted, as far as that is known before the next step.
+        Those that stay in memory of the optimizer's own are not counted, as far as that is known before
+        the next step.
         """
         states = self._penstock
         found = dict.fromkeys(range(len(states.params)), 0.0)
-        stay = staying_tiles(states) if states.has_buffers else 0
+        stay = staying_tiles(states, states.pipeline.own_count) if states.has_buffers else 0
         for tile in states.tiles[: len(states.tiles) - stay]:
             for piece in tile.pieces:
                 share = (piece.stop - piece.start) / max(1, tile.elements)

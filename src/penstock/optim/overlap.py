@@ -332,7 +332,8 @@ class Overlap:
         states, gradients = self._states, self._states.gradients
         if gradients is not None:
             gradients.note(param)
-            if not gradients.is_given and param.index not in self._used:
+            is_used = self._step is not None and param.index in self._step.grads
+            if not (gradients.is_given or is_used):
                 gradients.settle(param)
         while True:
             has_excess = gradients is not None and gradients.has_excess()

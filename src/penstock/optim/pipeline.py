@@ -38,8 +38,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.errors import PenstockError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.locks import condition
+from penstock.core.process import fork_guard
 from penstock.core.units import round_up
 from penstock.homed import UpdateMemory
 from penstock.io.mapping import PAGE_BYTES
@@ -177,18 +178,25 @@ class TilePipeline:
         self._reads: deque[Callable[[], None]] = deque()  # to submit without the lock
         self._writes: deque[Callable[[], None]] = deque()
         self._closed = False
+        self._guard = fork_guard()
+        self._lender: UpdateMemory | None = None
         self._make_buffers(count, least)
         self._rotating = self.count
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of the buffers when all are in use, without spare ones."""
-        return sum(not each.is_spare for each in self._buffers) * self.buffer_bytes
+        return self.own_count * self.buffer_bytes
 
     @property
     def count(self) -> int:
         """Number of buffers."""
         return len(self._buffers)
+
+    @property
+    def own_count(self) -> int:
+        """Number of buffers without spare ones."""
+        return sum(not each.is_spare for each in self._buffers)
 
     def begin(
         self,
@@ -265,8 +273,9 @@ class TilePipeline:
         """Forget the records of all tiles. No pass may be under way."""
         with self._wake:
             self._ahead.clear()
-        self._settle()
-        with self._wake:
+        self._launch()
+        with self._wake:  # to the end: buffers may give way at any time
+            self._await_transfers()
             for buffer in tuple(self._buffers):
                 self._free(buffer)
             self.store.filled.clear()
@@ -300,12 +309,18 @@ class TilePipeline:
         self._buffers.clear()
         self._holding.clear()
         self._arena.close()
+        if self._lender is not None:
+            self._lender.want_records(self, 0)
 
     # -- spare buffers ----------------------------------------------------------------------------
 
     def give_way(self, nbytes: int) -> int:
         """See :class:`penstock.homed.RecordHolder`. In any thread."""
+        if self._guard.in_child:
+            return 0
         with self._wake:
+            if self._closed:
+                return 0
             spare = [each for each in self._buffers if each.is_spare]
             going = sum(each.retires for each in spare) * self._block_bytes
             idle = [each for each in spare if self._can_retire(each)]
@@ -324,12 +339,16 @@ class TilePipeline:
         if memory is None:
             self.give_way(len(self._buffers) * self._block_bytes)
             return
+        self._lender = memory
         account = memory.records
         spare = sum(each.is_spare for each in self._buffers)
         memory.want_records(self, max(0, self._most - self.count + spare) * self._block_bytes)
         self.give_way(account.used_bytes - account.limit_bytes)
         while self.count < self._most and account.free_bytes >= self._block_bytes:
-            arena = Arena(self._block_bytes, account=account, owner="optimizer")
+            try:
+                arena = Arena(self._block_bytes, account=account, owner="optimizer")
+            except ConfigError:  # the limit was lowered meanwhile
+                return
             block = arena.allocate(self._block_bytes, wait=False)
             arena.close()  # as soon as the block is freed
             if block is None:
@@ -391,7 +410,11 @@ class TilePipeline:
         """Wait until nothing is in flight."""
         self._launch()
         with self._wake:
-            self._wake.wait_for(lambda: not any(each.is_moving for each in self._buffers))
+            self._await_transfers()
+
+    def _await_transfers(self) -> None:
+        """Wait until nothing is in flight. Under the lock."""
+        self._wake.wait_for(lambda: not any(each.is_moving for each in self._buffers))
 
     def _launch(self) -> None:
         """Hand to the engine what was begun. Its callbacks may run at once, and take the lock."""

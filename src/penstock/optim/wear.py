@@ -61,19 +61,19 @@ def wear_of(states: FlashStates) -> StepWear:
     """
     config = states.config
     sizes = sorted((states.store.record_bytes(tile) for tile in states.tiles), reverse=True)
-    stay = staying_tiles(states)
+    stay = staying_tiles(states, states.pipeline.count)
     assert config.tbw is None or isinstance(config.tbw, int)
     return StepWear(sum(sizes[stay:]), _of_gradients(states), config.tbw, config.planned_steps)
 
 
-def staying_tiles(states: FlashStates) -> int:
-    """Return the number of tiles that stay in memory from step to step, as the pipeline lets them.
+def staying_tiles(states: FlashStates, count: int) -> int:
+    """Return the number of tiles that stay from step to step in so many buffers of the pipeline.
 
     Passes that go one way, as with weights on flash, visit these first.
     """
     if states.config.durable:
         return 0
-    count, tiles = states.pipeline.count, len(states.tiles)
+    tiles = len(states.tiles)
     if count >= tiles or not (states.config.overlap or states.holds.has_homes):
         return count
     return count - min(RING, (tiles - count + 1) // 2)  # passes go one way: these pass through

@@ -273,8 +273,8 @@ def suspend(
         raise SuspendError("suspend: a backward is running; call suspend between two steps")
     if getattr(job, "streams_device_weights", False):
         raise SuspendError(
-            "suspend: weights of this job that are used on a device rest on flash, and suspend cannot"
-            " move those in device memory; close the session"
+            "suspend: weights of this job that are used on a device rest elsewhere (weights='flash' or"
+            " 'host'), and suspend cannot move those in device memory; close the session"
         )
     if job.suspended is not None:
         raise ClosedError("suspend: this job is already suspended; resume it first")

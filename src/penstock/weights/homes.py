@@ -344,7 +344,7 @@ class Home:
         _left.add(files)
         warnings.warn(
             f"weight {self.name} was moved to {device}, where it is an ordinary parameter from now on"
-            " and rests on flash no more; so is each other weight that is moved. Leave a model that rests"
+            " and rests no more; so is each other weight that is moved. Leave a model that rests"
             " where it is, and give it to penstock.offload(model, weights='flash', device='cuda')",
             PenstockWarning,
             stacklevel=2,

@@ -76,7 +76,7 @@ class OwnMemoryHome(Home):
         """Free the memory, whose values rest elsewhere until ``refill``."""
         with torch.inference_mode(False):
             self._take(self.resting.new_empty(0))
-        self.place = MemoryPlace(self._mapping)
+        self.place = self.ticket.place = MemoryPlace(self._mapping)
 
     def refill(self, values: Tensor) -> None:
         """Have memory again, with these values."""

@@ -194,16 +194,19 @@ class Relocation:
                         homes.append(self._relocated(home))  # noqa: PERF401  (undone below)
                 self._keep(homes)
                 self._copy(model)
+            homes += self._rest_here(model, check)
         except BaseException:
             for home in homes:
-                if isinstance(home, RelocatedHome):
+                if (
+                    isinstance(home, RelocatedHome) and home.keeper is None
+                ):  # else it has been there
                     home.give_back()
             for host in found:
                 if isinstance(host, OwnMemoryHome):
                     host.leave()
             self.give_back()
             raise
-        return homes + self._rest_here(model, check)
+        return homes
 
     def _relocated(self, home: Home) -> Home:
         """Return the home on the device of a weight, which rests there from now on."""

@@ -80,7 +80,7 @@ class DetachedWeight(WithoutMemory):
                 return mine.parameter._version
             if func in SET_METADATA:
                 raise ConfigError(
-                    f"weight {mine.home.name} of a state dict has its values on flash, and no gradient"
+                    f"weight {mine.home.name} of a state dict has its values at rest, and no gradient"
                     f" or hooks of its own, which {func.__name__} asks for: clone() it first"
                 )
             if func in METADATA and (func != Tensor.type or len(args) == 1):

@@ -310,7 +310,7 @@ class _SlotMaker:
         if not moved + one.reduced_bytes + took_ns * in_step:
             return
         held = one.part_of(one.trained_bytes) + one.read_bytes * streamed
-        count = min(max(1, moved // PIECE_BYTES), MOST_PIECES, held)
+        count = max(1, min(moved // PIECE_BYTES, MOST_PIECES, held))
         parts = zip(
             _divided(held, count),
             _divided(states + returned, count),

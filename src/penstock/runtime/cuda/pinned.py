@@ -301,6 +301,7 @@ class Slab:
             self._unpin()
         for buffer in buffers:
             buffer.block.free()
+        self.arena.undo_pretouch()  # idle pages are free although somebody has memory that was lent
         self.arena.close()
 
     def serve(self, *, wait: bool = True) -> bool:
