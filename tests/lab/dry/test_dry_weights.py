@@ -1,5 +1,7 @@
 """Which operators use a network's weights, and when gradients are final, on shapes alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from dry_runs import GPU
@@ -42,7 +44,9 @@ def test_each_module_is_used_forward_and_backward():
         forward, backward = uses(step, one)
         assert [forward[0], backward[0]] == ["forward", "backward"]
         assert forward[1].endswith(name)
-        assert one.gradient == one.uses[1]  # both gradients are final at the end of its backward
+        assert one.uses[1].of_update == (one is first)  # the input wants no gradient
+        # both gradients are final at the end of its backward
+        assert one.gradient == replace(one.uses[1], of_update=False)
     assert last.uses[1].first < first.uses[1].first
 
 
@@ -111,7 +115,8 @@ def test_the_update_needs_weights_that_backward_does_not():
     step = shapes(Lookup(), torch.zeros(2, 16, dtype=torch.long))
     table = by_module(step)["table"]
     assert [each for each, _ in uses(step, table)] == ["forward", "backward"]
-    assert table.gradient == table.uses[1]
+    assert table.uses[1].of_update
+    assert table.gradient == replace(table.uses[1], of_update=False)
     assert step.tokens == 32
 
 
