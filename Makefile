@@ -66,8 +66,8 @@ test-places: $(VENV)/.base ## break each place that matters most: a test must no
 	PYTHONPATH=$(CURDIR)/tests $(PY) tests/mutations/break_places.py
 
 test-device: $(DEVICE)/.built ## the tests for a GPU on an emulated one (builds it first, for 2 GB)
-	$(ON_DEVICE); $(PYTEST) $(DEVICE_TESTS) -n logical --maxprocesses 4 --dist worksteal \
-		--durations=10
+	$(ON_DEVICE); $(PYTEST) $(DEVICE_TESTS) -m "gpu and not slow" -n logical --maxprocesses 4 \
+		--dist worksteal --durations=10
 
 test-device-all: $(DEVICE)/.built ## the same by the other schedules of the device; every mutation
 	@$(ON_DEVICE) PENSTOCK_TEST_RANDOM=1; set -e; for each in eager:0 fixed:0 random:1 random:2 random:3 random:4; do \

@@ -8,12 +8,18 @@ import pytest
 
 from penstock.testing.gpu import figures, processes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = pytest.mark.gpu
 NOT_HERE = {"GPU-direct, expandable segments"}
 """Segments that grow need what the emulated driver has not."""
 
 
-@pytest.mark.parametrize("name", sorted(figures.FIGURES.keys() - NOT_HERE))
+FIGURES = [
+    pytest.param(name, marks=[pytest.mark.slow] * name.endswith(", host"))  # as those with flash
+    for name in sorted(figures.FIGURES.keys() - NOT_HERE)
+]
+
+
+@pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_comes_about_and_has_no_paths(name, disk_path):
     figure, records = figures.FIGURES[name], disk_path / "records"
     where = ["--dir", str(disk_path), "--scale", "0.01", "--limit", "1"]  # no step twice
