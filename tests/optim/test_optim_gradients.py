@@ -583,7 +583,7 @@ def test_a_full_disk_leaves_gradients_in_memory_with_one_warning(small, faulty):
     a = FlashSGD(ours.parameters(), lr=0.1, gradient_memory=0, **small)
     b = torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True)
     faulty._every = Fail(errno.ENOSPC)
-    with pytest.warns(PenstockWarning, match="gradient_memory cannot be written") as told:
+    with pytest.warns(PenstockWarning, match="wait on flash cannot be written") as told:
         train(ours, a, steps=2, times=2)
     assert len(told) == 1
     faulty._every = None
