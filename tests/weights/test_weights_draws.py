@@ -1,5 +1,6 @@
 """Random numbers that several threads draw, while a model is built on flash."""
 
+import sys
 import threading
 
 import numpy as np
@@ -25,6 +26,7 @@ UNIFORM, NORMAL = DRAWS
 def _by_pieces(monkeypatch):
     monkeypatch.setattr(draws, "_LEAST_BYTES", 1)
     monkeypatch.setattr(draws, "_PIECE", PIECE)
+    monkeypatch.setattr(draws, "_PAYS_AFTER", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
@@ -112,6 +114,17 @@ def test_what_one_thread_alone_may_fill_is_left_to_it(pieces):
     expected = torch.zeros(64, 64).t().uniform_()
     torch.manual_seed(0)
     assert torch.equal(draws.drawn(UNIFORM, transposed), expected)
+
+
+def test_pieces_begin_when_they_pay(monkeypatch, pieces):
+    draws.drawn(UNIFORM, torch.zeros(1))  # both ways are tried first
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    monkeypatch.setattr(draws, "_seen", [0])
+    monkeypatch.setattr(draws, "_PAYS_AFTER", 2 * PIECE)
+    for is_late in (False, False, True, True):
+        pieces.clear()
+        draws.drawn(UNIFORM, torch.zeros(PIECE))
+        assert bool(pieces) == is_late
 
 
 def test_a_distribution_that_is_none_is_refused_and_nothing_is_drawn():

@@ -9,11 +9,14 @@
     How many numbers a function draws, and how a state is laid out, is torch's own affair. So before a
     function fills the first large tensor of a type by pieces, it fills a small one in both ways. If they
     differ in a bit, or their generators do, it fills no tensor of that type by pieces.
+
+    Numba, which renews states, takes a second to load. So pieces begin when that pays.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -37,6 +40,8 @@ _PIECE: Final = 1 << 18
 """Numbers of a piece, a multiple of these."""
 _LEAST_BYTES: Final = 4 * MIB
 """Smaller tensors are filled by torch alone."""
+_PAYS_AFTER: Final = 1 << 30
+"""Numbers after which pieces pay: to load what computes states takes as long as they save in so many."""
 _WORDS: Final = 624
 _STATE: Final = np.dtype(
     {
@@ -65,7 +70,8 @@ def drawn(
         The tensor.
     """
     threads = torch.get_num_threads()
-    if threads == 1 or not _is_able(tensor) or not _is_alike(draw, tensor.dtype):
+    is_able = threads > 1 and _is_able(tensor)
+    if not is_able or not _pays(tensor.numel()) or not _is_alike(draw, tensor.dtype):
         return draw(tensor, *args, generator=generator, **named)
 
     def fill(part: Tensor, generator: Generator) -> Tensor:
@@ -74,6 +80,17 @@ def drawn(
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-draw") as pool:
         _fill(tensor, fill, generator, _PIECE, pool)
     return tensor
+
+
+def _pays(count: int) -> bool:
+    """Return whether so many more numbers are to be drawn by pieces. In any thread."""
+    before = _seen[0]
+    _seen[0] = before + count
+    return before >= _PAYS_AFTER or "numba" in sys.modules
+
+
+_seen: Final = [0]
+"""Numbers of large tensors so far."""
 
 
 def _is_able(tensor: Tensor) -> bool:

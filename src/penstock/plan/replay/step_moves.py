@@ -250,7 +250,9 @@ class _SlotMaker:
         )
 
     def _slot(self, module: str, nbytes: int, begin_ns: int, needed_ns: int | None) -> int:
-        key = SlotKey(f"{module} (weights)", len(self._slots), max(1, nbytes))  # a trained bias alone
+        key = SlotKey(
+            f"{module} (weights)", len(self._slots), max(1, nbytes)
+        )  # a trained bias alone
         begin_ns = min(begin_ns, self._end_ns)
         self._slots.append(
             SlotProfile(key, self._pass, begin_ns, needed_ns, "weights", False, "uint8")
