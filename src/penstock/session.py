@@ -48,7 +48,7 @@ from penstock.runtime.inspection import SessionState, tier_state
 from penstock.runtime.loader_demand import LoaderReads, Loaders
 from penstock.runtime.planner import Planner, PlannerSettings
 from penstock.runtime.probe import Meeting
-from penstock.runtime.session_accounts import SessionAccounts, check_weights
+from penstock.runtime.session_accounts import SessionAccounts, check_weights, kept_note
 from penstock.runtime.stores import Stores, check_device_codec, ranks_on_flash
 from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
@@ -112,7 +112,6 @@ class Session:
         """
         _check_kind("model", model, torch.nn.Module)
         _check_kind("optimizer", optimizer, torch.optim.Optimizer)
-        self.config = config
         self._model = model
         self._optimizer = optimizer
         self.wrap_tier = wrap_tier
@@ -138,6 +137,9 @@ class Session:
         self._holdings: HoldingsSample | None = None
         self._suggested: tuple[Profile | None, Suggestion | None] = (None, None)
         self._device = _device_named(config.device) if config.device else _device_of(model)
+        self.config = config.on(self._device.type)
+        self._kept_note = kept_note(config, self._device.type)
+        config = self.config
         if config.weights != "keep":
             check_weights(config, self._device)
         self._rank = rank()
@@ -856,6 +858,7 @@ class Session:
         found = [*self._accounts.process.notes, *self._rank_notes]
         if self._weights is not None:
             found.append(self._weights.note())
+        found += self._kept_note
         allowances = (each.allowance for each in self.devices.all.values())
         found += [
             str(each) for each in allowances if isinstance(each, FoundAllowance | DeviceAllowance)

@@ -98,6 +98,12 @@ def test_text_says_what_binds_and_what_would_change_it(capsys):
         assert line in out
 
 
+def test_auto_is_flash(capsys):
+    words = [*TINY, "--batch", "2", "--optimizer", "adam"]
+    found, expected = (told(capsys, *words, "--weights", each) for each in ("auto", "flash"))
+    assert found["step"] == expected["step"]
+
+
 def test_tokens_stand_for_a_batch(capsys):
     by_tokens = told(capsys, *TINY, "--tokens", "128", *FLASH)
     assert (by_tokens["batch_size"], by_tokens["units"]) == (2, 128)

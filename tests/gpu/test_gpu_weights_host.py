@@ -92,6 +92,16 @@ def test_weights_pass_the_link_alone(tmp_path):
     assert_same([found, state_of(model)], [expected, state_of(plain)])
 
 
+@pytest.mark.parametrize("flash", [False, True])
+def test_auto_lets_them_rest_where_there_is_a_place(flash, tmp_path):
+    plain, model = built(), built()
+    directory = {"flash": str(tmp_path)} if flash else {}
+    with on_device_flash(model, tmp_path, weights="auto", **directory) as session:
+        assert session.config.weights == ("flash" if flash else "host")
+        assert rested_bytes(model) == DEPTH * WEIGHT_BYTES
+        assert_same([trained(model)], [trained(plain)])
+
+
 def test_what_rests_in_pinned_memory_has_no_other(tmp_path):
     plain, model = built("cpu"), built("cpu")
     own = [StorageWeakRef(block.weight.untyped_storage()) for block in model.blocks]

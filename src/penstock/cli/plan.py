@@ -105,10 +105,10 @@ def parser() -> argparse.ArgumentParser:
         help="optimizer whose states are in device memory (default: sgd, which has none)",
     )  # fmt: skip
     made.add_argument(
-        "--weights", choices=("keep", "flash", "host"), default="keep", help="flash: weights and the"
-        " optimizer's records rest on flash, and the plan covers the whole step with the update; those"
+        "--weights", choices=("keep", "flash", "host", "auto"), default="keep", help="flash: weights and"
+        " the optimizer's records rest on flash, and the plan covers the whole step with the update; those"
         " weights rest in host memory that fit in a --host-memory that is given; host: on a GPU all of"
-        " them do (default: keep)",
+        " them do; auto: as flash (default: keep)",
     )  # fmt: skip
     made.add_argument(
         "--memory", metavar="SIZE", type=size, help="with --weights flash or --ranks: memory for weights,"
@@ -213,6 +213,8 @@ def execute(options: argparse.Namespace) -> int | Callable[[], int]:
     if options.from_deepspeed is not None:
         _refuse_others(options)
         return int(_of("deepspeed_config").execute(options))
+    if options.weights == "auto":  # all of memory is a limit, so a session would choose it, too
+        options.weights = "flash"
     _refuse_limits(options)
     if options.script is not None:
         made: Callable[[], int] = _of("plan_script").planned_script(options)

@@ -157,9 +157,10 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--weights",
-        choices=("keep", "flash", "host"),
+        choices=("keep", "flash", "host", "auto"),
         help="place of weights; flash: files in the directories of --flash, read when modules and"
-        " backward need them; host: of a model on a GPU, host memory (default: keep)",
+        " backward need them; host: of a model on a GPU, host memory; auto: the first of these that"
+        " the limits and directories allow (default: keep)",
     )
     made.add_argument(
         "--optimizer-state",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -21,6 +21,7 @@ _SIZES: Final = (
     *("device_memory", "host_memory", "flash_capacity", "weights_memory", "floor"),
     *("event_log_size", "tbw"),
 )
+_WEIGHTS: Final = ("keep", "flash", "host", "auto")
 _CODEC: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\+[a-z0-9]+(-[a-z0-9]+)*)*")
 """Syntax of the name of a codec or of a chain; its existence is checked elsewhere."""
 
@@ -76,7 +77,8 @@ class OffloadConfig:
     """``"keep"``: weights stay in memory; ``"flash"``: those of at least ``floor`` bytes rest in files in
     the directories of ``flash`` and are in memory while something works with them. With a model on a
     device those rest in host memory instead that fit in the host tier. ``"host"``, on a device: all of
-    them rest in host memory, and none of them in a file."""
+    them rest in host memory, and none of them in a file. ``"auto"``: the first of ``"flash"`` and
+    ``"host"`` that the other settings have what it needs for, else ``"keep"``."""
 
     weights_memory: int | str | None = None
     """Limit of the weights in memory, if they rest elsewhere; ``None``: a part of ``memory``, found once
@@ -157,8 +159,10 @@ class OffloadConfig:
             )
 
     def _check_weights(self) -> None:
-        if self.weights not in ("keep", "flash", "host"):
-            raise ConfigError(f"weights is {self.weights!r}; it is 'keep', 'flash' or 'host'")
+        if self.weights not in _WEIGHTS:
+            raise ConfigError(
+                f"weights is {self.weights!r}; it is 'keep', 'flash', 'host' or 'auto'"
+            )
         if self.weights == "keep":
             if self.weights_memory is not None:
                 raise ConfigError(
@@ -196,6 +200,23 @@ class OffloadConfig:
     def has_tier(self) -> bool:
         """True if there is a tier to offload to."""
         return bool(self.directories) or self.host_bytes > 0
+
+    def on(self, device: str) -> Self:
+        """Return the settings of a session, with the place of weights that ``"auto"`` means there.
+
+        Args:
+            device: Type of the device that the session works on.
+        """
+        return self if self.weights != "auto" else replace(self, weights=self._place_on(device))
+
+    def _place_on(self, device: str) -> str:
+        if device == "cpu":
+            is_limited = self.memory is not None or self.weights_memory is not None
+            return "flash" if self.directories and is_limited else "keep"
+        if device != "cuda":
+            return "keep"
+        has_host_memory = self.host_bytes > 0 or self.memory is not None
+        return "flash" if self.directories else "host" if has_host_memory else "keep"
 
     @property
     def device_bytes(self) -> int:

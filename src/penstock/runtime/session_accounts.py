@@ -226,3 +226,19 @@ def check_weights(config: OffloadConfig, device: torch.device) -> None:
             "weights='flash' needs a limit of the weights in memory: weights_memory, or memory, of which"
             " they get most"
         )
+
+
+def kept_note(config: OffloadConfig, device: str) -> tuple[str, ...]:
+    """Return a sentence for the summary if the weights stay in memory although they were to rest.
+
+    Args:
+        config: Settings as the user has given them.
+        device: Type of the device that the session works on.
+    """
+    if config.weights != "auto" or config.on(device).weights != "keep":
+        return ()
+    missing = {
+        "cpu": "they would rest on flash with a directory there (flash) and a limit (memory)",
+        "cuda": "they would rest elsewhere with a directory on flash (flash), or with host_memory",
+    }.get(device, f"on {device} they cannot rest elsewhere")
+    return (f"weights='auto': weights stay in memory; {missing}",)
