@@ -106,9 +106,9 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument(
         "--weights", choices=("keep", "flash", "host", "auto"), default="keep", help="flash: weights and"
-        " the optimizer's records rest on flash, and the plan covers the whole step with the update; those"
-        " weights rest in host memory that fit in a --host-memory that is given; host: on a GPU all of"
-        " them do; auto: as flash (default: keep)",
+        " the optimizer's records rest on flash, and the plan covers the whole step with the update;"
+        " those weights rest in host memory that fit in a --host-memory that is given; host: on a GPU all"
+        " of them do; auto: as flash (default: keep)",
     )  # fmt: skip
     made.add_argument(
         "--memory", metavar="SIZE", type=size, help="with --weights flash or --ranks: memory for weights,"
