@@ -411,6 +411,11 @@ class Session:
         """True if weights on a device rest elsewhere."""
         return self._weights is not None and self._device.type != "cpu"
 
+    @property
+    def limits_gradients(self) -> bool:
+        """True if the limit of memory is also that of gradients of weights at home, which wait."""
+        return self._accounts is not None and self._accounts.updates is not None
+
     def _division(self) -> MemoryDivision:
         """Return how memory is divided between weights and saved tensors once a step is known."""
         from penstock.hooks.module_weights import session_weights  # noqa: PLC0415  (few runs need these)

@@ -234,6 +234,24 @@ def test_the_plan_is_what_a_run_of_the_script_then_does(work):
     assert summary["saved_peak_bytes"] == plan["saved"]["peak_bytes"]
 
 
+@pytest.mark.parametrize(
+    ("options", "gradients"),
+    [(("--memory", "1GiB"), 0), (("--memory", "1GiB", "--weights-memory", "64MiB"), 6 * MIB)],
+    ids=str,
+)
+def test_gradients_wait_in_memory_under_a_run_if_the_plan_of_the_script_says_so(
+    work, options, gradients
+):
+    [(plan, _)] = planned(work, (["train.py"], (*WHOLE, *options)))
+    assert plan["step"]["moved"]["gradients_written"] == gradients
+    flash = ("--optimizer-state", "flash", "--flash", ".", "--weights", "flash", "--json")
+    under = end(start_under(work, "train.py", options=[*flash, *options]))
+    assert under.code == 0, under.err
+    flows = json.loads(under.out)["summary"]["flows"]
+    written = sum(f["nbytes"] for f in flows if (f["tier"], f["stage"]) == ("gradients", "write"))
+    assert written == 5 * gradients
+
+
 def test_scripts_without_a_step_are_told_apart(work):
     (work / "empty.py").write_text("print('nothing')\n")
     cases = {
@@ -273,7 +291,10 @@ def test_the_text_answers_with_a_sentence_a_table_and_a_picture(work):
             work, EXAMPLES / "plain_loop.py", "--batch", "4", options=("--plot", "cost.svg")
         ),
         start_plan(work, "train.py", "--how", "unknown", options=("--memory", "8MiB")),
-        start_plan(work, "-m", "train", "--how", "clip", options=WHOLE),
+        start_plan(
+            *(work, "-m", "train", "--how", "clip"),
+            options=(*WHOLE, "--gradient-memory", "0B"),
+        ),
     ]
     loop, unknown, whole = [end(process) for process in processes]
     assert loop.code == 0, loop.err

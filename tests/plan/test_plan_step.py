@@ -504,6 +504,19 @@ def test_gradients_wait_in_memory_if_that_makes_the_step_shorter():
     )
 
 
+def test_in_a_session_gradients_wait_in_memory_only_beside_all_weights():
+    each, count = 10 * PAGE * 256, 16
+    profile, weights = chain([MS // 100] * count), weights_of([each] * count)
+    waits = {}
+    for last in (False, True):
+        found = planner(profile, weights, update=IN_STEP, gradients_last=last)
+        plans = [found.plan(found.least.total + each * more) for more in range(0, 3 * count, 2)]
+        waits[last] = [(plan.memory.gradients > 0, len(plan.kept) == count) for plan in plans]
+    assert (True, False) in waits[False]
+    assert (True, False) not in waits[True]
+    assert waits[True][-1] == (True, True)
+
+
 def test_the_first_gradients_of_a_backward_stay_and_short_ones_always():
     sizes = [3 * MB, LEAST_SPILLED_BYTES, 2 * MB, MB]
     weights = updated_in_step(weights_of(sizes), 2 * len(sizes))

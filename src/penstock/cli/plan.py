@@ -131,7 +131,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--gradient-memory", metavar="SIZE", type=size, help="with --weights flash: what"
         " gradients that wait have of --memory; the others wait on flash (default: what makes the step"
-        " shortest; with --script none, as under penstock run)",
+        " shortest; with --script as under penstock run: on a CPU without --weights-memory what weights"
+        " do not need, else none)",
     )  # fmt: skip
     for name, text in (
         ("--accumulate", "M backwards make a step, each with its part of the batch"),

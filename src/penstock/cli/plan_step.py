@@ -160,6 +160,7 @@ def check_step(
         clips=recorded is not None and recorded.clips,
         gradient_memory=_gradient_memory(options, recorded),
         weights_on_host=_weights_on_host(options, device),
+        gradients_last=recorded is not None,
     )
 
 
@@ -175,7 +176,10 @@ def _gradient_memory(options: argparse.Namespace, recorded: RecordedStep | None)
         return bytes_of(options, "gradient_memory", 0)
     if recorded is None or options.update == IN_BACKWARD:
         return None
-    return UNLIMITED if options.weights == "keep" else 0
+    if options.weights == "keep":
+        return UNLIMITED
+    # a session on the CPU whose one limit is that of all memory limits gradients as well
+    return None if recorded.is_cpu and options.weights_memory is None else 0
 
 
 def _weights_on_host(options: argparse.Namespace, device: str) -> bool | None:

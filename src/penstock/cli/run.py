@@ -180,7 +180,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         type=size,
         help="with --optimizer-state flash: memory for gradients; the rest is offloaded to flash"
-        " (default: no limit; with --weights flash or host: 0)",
+        " (default: no limit; with --weights flash on a CPU, --memory and no --weights-memory: what is"
+        " left of that; otherwise with weights that rest: 0)",
     )
     made.add_argument(
         "--state",
@@ -355,7 +356,7 @@ class _RunLifecycle:
             session.build_on_flash()
             if self._states is not None:
                 adopt = importlib.import_module("penstock.optim.adopt")
-                adopt.Adoption(self._states, tell=say)
+                adopt.Adoption(_with_gradients(self._states, session), tell=say)
         except PenstockError as error:
             if self._debug:
                 raise
@@ -518,15 +519,25 @@ def _optimizer_settings(
         return None
     if not config.directories:
         raise ConfigError("--optimizer-state flash needs a directory: --flash DIR")
-    gradients = options.gradient_memory
-    if gradients is None and config.weights != "keep":  # they take as much as weights
-        gradients = 0
     return {
         "flash": config.directories,
         "host_memory": options.optimizer_memory or 0,
-        "gradient_memory": gradients,
+        "gradient_memory": options.gradient_memory,
         "tbw": config.tbw_bytes,
     }
+
+
+def _with_gradients(states: dict[str, Any], session: Session) -> dict[str, Any]:
+    """Return fields of ``StatesConfig`` by which gradients take no memory beyond the session's limits.
+
+    They take as much as weights: of those that rest elsewhere none waits in memory, unless the user says
+    so, or ``memory`` is the one limit of the session and limits them as well.
+    """
+    config = session.config
+    is_limited = session.limits_gradients and config.weights_memory is None
+    if states["gradient_memory"] is not None or config.weights == "keep" or is_limited:
+        return states
+    return {**states, "gradient_memory": 0}
 
 
 def _resume_arguments(options: argparse.Namespace, words: list[str]) -> dict[str, Any] | None:

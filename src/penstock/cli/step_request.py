@@ -66,6 +66,8 @@ class StepRequest:
     """When weights are updated: ``IN_BACKWARD`` or ``IN_STEP``."""
     gradient_memory: int | None = None
     """Memory of gradients that wait; None: as much as makes the step shortest."""
+    gradients_last: bool = False
+    """True if gradients wait in memory only beside all weights."""
     own_optimizer: bool = False
     """True if the optimizer is the script's own, which ``penstock run`` puts on flash as it is."""
     clips: bool = False
@@ -155,6 +157,7 @@ class StepRequest:
             saved_bytes=self.saved_bytes,
             update=self.update,
             gradient_memory=self.gradient_memory,
+            gradients_last=self.gradients_last,
             clips=self.clips and self.update == IN_STEP,
         )
 

@@ -121,6 +121,7 @@ class StepPlanner:
         saved_bytes: int | None = None,
         update: str = IN_BACKWARD,
         gradient_memory: int | None = None,
+        gradients_last: bool = False,
         clips: bool = False,
     ) -> None:
         """Prepare.
@@ -144,6 +145,8 @@ class StepPlanner:
             update: ``IN_BACKWARD`` or ``IN_STEP``; with the second ranks must not divide weights.
             gradient_memory: Memory of gradients that wait for other backwards, or for ``step()``; the
                 others wait on flash. None: what makes the step shortest.
+            gradients_last: True if they have only what weights do not need, as in a session: none of them
+                waits in memory unless all weights stay there.
             clips: True if the program clips gradients between backward and ``step()``.
 
         Raises:
@@ -161,6 +164,7 @@ class StepPlanner:
         if update == IN_STEP:
             self.weights = updated_in_step(self.weights, len(profile.operators))
         self._gradient_memory = gradient_memory
+        self._gradients_last = gradients_last
         self._clips = clips
         self._machine = machine
         self._policy = policy
@@ -284,7 +288,7 @@ class StepPlanner:
             if not (self._weights_stay or one.is_small or one.nbytes < SMALL_BYTES)
         ]
         small = every - {one.module for one in streamed}
-        total = sum(one.part_of(one.nbytes) for one in streamed)
+        total = _bytes_of(streamed)
         for limit in self._limits([one.part_of(one.nbytes) for one in streamed]):
             yield from self._with_gradients(self._choice(streamed, small, limit), streamed, limit)
         if self._weights_limit is not None and self._weights_limit < total:
@@ -302,6 +306,8 @@ class StepPlanner:
         """Yield a choice with more and more gradients in memory, and the window for each."""
         total = sum(one.trained_bytes for one in self.weights if one.waits)
         given = self._gradient_memory
+        if given is None and self._gradients_last and limit < _bytes_of(streamed):
+            given = 0
         memories = [int(total * share) for share in _WAITING] if given is None else [given]
         kept = sum(one.part_of(one.nbytes) for one in streamed if one.module in choice.kept)
         for spilled in dict.fromkeys(spilled_gradients(self.weights, each) for each in memories):
@@ -589,3 +595,8 @@ class StepPlanner:
             limit_bytes=memory_bytes,
             least_bytes=least.total,
         )
+
+
+def _bytes_of(streamed: Iterable[ModuleWeights]) -> int:
+    """Return the memory in which all of these weights stay, for a rank that has its part of them."""
+    return sum(one.part_of(one.nbytes) for one in streamed)
