@@ -185,15 +185,31 @@ def failing_write(request):
     )
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("place", ["flash", "host"])
-def test_what_cannot_be_written_home_is_in_host_memory_afterwards(place, tmp_path):
+def test_what_cannot_be_written_home_is_in_host_memory_afterwards_and_named(place, count, tmp_path):
     with shared_engine_replaced(ScriptedEngine()) as engine:
         model = built(tmp_path)
-        with relocated(model, tmp_path, weights=place):
+        session = relocated(model, tmp_path, weights=place)
+        with session:
             with torch.no_grad():
-                model.layers[0].weight.fill_(0.5)
+                for number in range(0, 2 * count, 2):
+                    model.layers[number].weight.fill_(0.5)
+            offsets = {
+                name: home_of(each).host.place.offset_bytes
+                for name, each in model.named_parameters()
+                if home_of(each) is not None
+            }
             engine.fault = failing_write
+            with pytest.warns(PenstockWarning, match="cannot be written to") as warned:
+                session.close()
         engine.fault = lambda request: None
+        [message] = [str(each.message) for each in warned]
+        [name] = [each for each in offsets if f"weight {each} " in message]
+        assert f"in {str(tmp_path)!r}" in message
+        assert f"at offset {offsets[name]} of" in message
+        assert "It is an ordinary parameter in memory now, with all of its values" in message
+        assert ("; so it is with 1 more" in message) == (count == 2)
         weight = model.layers[0].weight
         assert weight.device.type == "cpu"
         assert home_of(weight) is None

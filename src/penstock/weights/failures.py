@@ -17,7 +17,10 @@ WRITTEN_AGAIN: Final = (
     " another directory"
 )
 """Advice for a weight that stays in memory because it could not be written home."""
-LEFT: Final = "It is an ordinary parameter in memory now: save the model, and use another directory"
+LEFT: Final = (
+    "It is an ordinary parameter in memory now, with all of its values: save the model, and use another"
+    " directory"
+)
 """The same when the session is closed."""
 _FAILED: Final = {"read": "read from", "write": "written to"}
 _OPS: Final = {"read": ("read",), "write": ("write", "allocate", "open")}

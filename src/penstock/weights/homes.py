@@ -350,8 +350,12 @@ class Home:
             stacklevel=2,
         )
 
-    def give_back(self) -> None:
-        """Let the parameter rest where it rests outside of a session, if it ``returns``."""
+    def give_back(self) -> BaseException | None:
+        """Let the parameter rest where it rests outside of a session, if it ``returns``.
+
+        Returns:
+            The error if its values cannot be written there: it is an ordinary parameter then, with them.
+        """
         raise AssertionError(f"{self} is the home that the parameter has outside of a session")
 
     def rename(self, name: str) -> None:

@@ -27,6 +27,7 @@ from penstock.store.base import Tier
 from penstock.store.checksums import Sum
 from penstock.store.host import MemoryPlace
 from penstock.weights.device import DTYPES, DeviceHome, can_rest
+from penstock.weights.failures import LEFT, named_failure
 from penstock.weights.homes import Home, show
 from penstock.weights.host_places import HostPlaces, OwnMemoryHome
 from penstock.weights.model import rest_weights
@@ -118,13 +119,14 @@ class RelocatedHome(DeviceHome):
         self.tier, self.place, self.ticket = host.tier, host.place, host.ticket
         return transfer
 
-    def give_back(self) -> None:
-        """Let the parameter rest on the host, or be an ordinary one there if it cannot be written."""
+    def give_back(self) -> BaseException | None:
+        """See :class:`Home`: it rests on the host, or is an ordinary one there."""
         parameter = self.parameter
         if parameter is None:
             return
         with _gradient_on(parameter, self.host.resting.device):
-            if self._return_values():
+            failure = self._return_values()
+            if failure is None:
                 settle(parameter, self.host)
                 self.host.rest()
             else:
@@ -132,18 +134,19 @@ class RelocatedHome(DeviceHome):
                     values = self.values.clone()
                 show(parameter, values, self.kinds.ordinary)
                 self.host.leave()
+        return failure
 
-    def _return_values(self) -> bool:
-        """Let the home on the host have the values; return whether it has."""
+    def _return_values(self) -> BaseException | None:
+        """Let the home on the host have the values; return the error if they cannot be written there."""
         host = self.host
         if self.is_kept and isinstance(host, OwnMemoryHome):
             host.refill(self.values)
         elif self.is_kept and self._is_newer:
             try:
                 host.written_from(self.place.address, self.place.memory).wait()
-            except PenstockError:
-                return False
-        return True
+            except PenstockError as error:
+                return named_failure(error, self.name, LEFT, "write")
+        return None
 
 
 class Relocation:

@@ -389,8 +389,11 @@ class WeightStreamer:
     def close(self) -> None:
         """Take all weights home, where they rest, and free the memory. Idempotent.
 
+        Warns of those that are to rest on the host again, and are ordinary parameters there, as they
+        could not be written.
+
         Raises:
-            TransferError: Some could not be written; they are ordinary parameters in memory now.
+            TransferError: Others could not be written; they are ordinary parameters in memory now.
         """
         self.before_training = self.in_inference = None
         if self._table.guard.in_child:
@@ -418,11 +421,14 @@ class WeightStreamer:
                     if goes_home or stay.home.returns:
                         self._eviction.write(stay)
         failure: BaseException | None = None
+        not_back: list[BaseException | None] = []
         for stay in self._table.stays:
             self._eviction.wait_for_write(stay)
             if stay.home.returns and not (stay.storage is not None and stay.is_changed):
-                self._give_back(stay)
+                not_back += self._give_back(stay)
                 continue
+            if stay.home.returns and stay.home.parameter is not None:
+                not_back.append(self._eviction.failure)
             if not stay.home.is_mapped:
                 failure = self._leave_to_device(stay) or failure
                 continue
@@ -439,17 +445,19 @@ class WeightStreamer:
         self._table.by_home.clear()
         self._table.by_storage.clear()
         self._table.memory.close()
+        _warn_of_unwritten(not_back)
         if failure is not None:
             raise failure
 
-    def _give_back(self, stay: Stay) -> None:
-        """Let a weight that is at home rest where it rests outside of the session."""
+    def _give_back(self, stay: Stay) -> list[BaseException | None]:
+        """Let a weight that is at home rest where it rests outside of the session; return any error."""
         with self._table.wake:
             stay.home.keeper = None
             if stay.storage is not None:
                 self._table.by_storage.pop(stay.storage._cdata, None)
                 stay.storage = None
-            stay.home.give_back()
+            failure = stay.home.give_back()
+        return [] if failure is None else [failure]
 
     def _leave_to_device(self, stay: Stay) -> BaseException | None:
         """Leave a weight to device memory of its own; return the error if it cannot be brought there."""
@@ -479,6 +487,14 @@ class WeightStreamer:
             home.leave()
             self._eviction.failure = None  # what could not be written home is in memory
         return None
+
+
+def _warn_of_unwritten(failures: Sequence[BaseException | None]) -> None:
+    """Warn of weights that rest no more, as they could not be written; None: no error of its own."""
+    known = next(filter(None, failures), None)
+    if known is not None:
+        more = f"; so it is with {len(failures) - 1} more" if len(failures) > 1 else ""
+        warnings.warn(f"{known}{more}", PenstockWarning, stacklevel=4)
 
 
 def _has_cast_cache() -> bool:
