@@ -21,9 +21,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.core.errors import ConfigError, PenstockWarning, TransferError
+from penstock.core.errors import ConfigError, NoSpaceError, PenstockWarning, TransferError
 from penstock.homed import home_of
 from penstock.optim import FlashAdamW
+from penstock.runtime.cuda.mover import CudaMover
 from weights_rig import ScriptedEngine, assert_same, shared_engine_replaced
 
 pytestmark = pytest.mark.gpu
@@ -215,6 +216,27 @@ def test_what_cannot_be_written_home_is_in_host_memory_afterwards_and_named(plac
         assert home_of(weight) is None
         assert (weight == 0.5).all()
         assert home_of(model.layers[1].weight) is not None
+
+
+def places_of(model):
+    return {each.device.type for each in (*model.parameters(), *model.buffers())}
+
+
+def test_of_several_models_the_one_that_cannot_be_relocated_is_given_back_alone(
+    tmp_path, monkeypatch
+):
+    first, second, x = built(), built(tmp_path), inputs(1)[0]
+    state = state_of(second)
+    with relocated(first, tmp_path, weights="host"):
+        expected = bits(first(x))
+        monkeypatch.setattr(CudaMover, "free_pinned_bytes", property(lambda _: 0))
+        with pytest.raises(NoSpaceError, match="raise host_memory"):
+            second(x)
+        assert places_of(second) == {"cpu"}
+        assert_same(state_of(second), state)
+        assert places_of(first) == {DEVICE}
+        assert_same(bits(first(x)), expected)
+    assert places_of(first) == {"cpu"}
 
 
 def test_a_weight_that_leaves_its_home_is_given_back_too(tmp_path):

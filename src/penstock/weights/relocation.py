@@ -123,7 +123,7 @@ class RelocatedHome(DeviceHome):
         """See :class:`Home`: it rests on the host, or is an ordinary one there."""
         parameter = self.parameter
         if parameter is None:
-            return
+            return None
         with _gradient_on(parameter, self.host.resting.device):
             failure = self._return_values()
             if failure is None:
@@ -175,6 +175,7 @@ class Relocation:
             ConfigError: A parameter is on another device.
         """
         self._check(model)
+        before, buffers = set(map(id, self._parameters)), len(self._buffers)
         if (
             self._places.files is None
         ):  # what was changed, and has no other place, goes to memory first
@@ -207,7 +208,7 @@ class Relocation:
             for host in found:
                 if isinstance(host, OwnMemoryHome):
                     host.leave()
-            self.give_back()
+            self._give_back([each for each in self._parameters if id(each) not in before], buffers)
             raise
         return homes
 
@@ -280,17 +281,20 @@ class Relocation:
                     module._buffers[name] = moved.setdefault(id(buffer), buffer.to(self._device))
 
     def give_back(self) -> None:
-        """Copy it back to where it was. Idempotent; raises ``RuntimeError`` as torch does."""
-        for parameter, device in list(self._parameters.items()):
-            _move(parameter, device)
-        self._parameters.clear()
+        """Copy all back to where it was. Idempotent; raises ``RuntimeError`` as torch does."""
+        self._give_back(list(self._parameters), 0)
+
+    def _give_back(self, parameters: Sequence[Parameter], first_buffer: int) -> None:
+        """Copy these back, and the buffers from one on in the order in which they were copied here."""
+        for parameter in parameters:
+            _move(parameter, self._parameters.pop(parameter))
         moved: dict[int, Tensor] = {}
-        for reference, name, device in self._buffers:
+        for reference, name, device in self._buffers[first_buffer:]:
             module = reference()
             buffer = None if module is None else module._buffers.get(name)
             if module is not None and buffer is not None:
                 module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
-        self._buffers.clear()
+        del self._buffers[first_buffer:]
 
 
 def _move(parameter: Parameter, device: torch.device) -> None:
