@@ -4,6 +4,8 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 from penstock.core.units import MIB
@@ -125,3 +127,35 @@ def test_gradients_stay_in_what_is_left_or_what_the_user_gives(
         assert host_account().used_by("gradients") == MIB * is_charged
     assert host_account().used_by("gradients") == 0
     optimizer.close()
+
+
+class OfTwo:
+    """A process group that says that it has another process."""
+
+    def __init__(self, group):
+        self._group = group
+
+    def size(self):
+        return 2
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+
+def test_a_model_that_becomes_replicated_has_no_memory_kept_for_its_gradients(disk_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = chain()
+        optimizer = optimizer_of(model, disk_path)
+        settings = {"weights": "flash", "flash": str(disk_path), "floor": "64KiB"}
+        with penstock.offload(model, memory="128MiB", **settings):
+            trained(model, optimizer, 1)
+            assert host_account().used_by("gradients") == MIB  # the one that is being made
+            parallel = DistributedDataParallel(model)
+            parallel.process_group = OfTwo(parallel.process_group)
+            trained(parallel, optimizer, 1)
+            assert host_account().used_by("gradients") == 0
+        optimizer.close()
+        assert host_account().used_by("gradients") == 0
+    finally:
+        dist.destroy_process_group()

@@ -102,6 +102,7 @@ class Gradients:
         self.is_used_now: Callable[[Param], bool] = lambda _: False
         self._params = params
         self._wants_norms = wants_norms
+        self._asked: UpdateMemory | None = None  # for room, by ``want``
         self._spill = GradientSpill(
             params,
             tiles,
@@ -151,6 +152,9 @@ class Gradients:
     def want(self) -> None:
         """Tell sessions how much would wait in memory."""
         memory = None if self.is_given else session_memory(self._params)
+        if self._asked is not None and self._asked is not memory:
+            self._asked.want(self, ())
+        self._asked = memory
         if memory is not None:
             memory.want(
                 self,
@@ -180,9 +184,8 @@ class Gradients:
             handle.remove()
         self._listening.clear()
         self._forget_readings()
-        memory = None if self.is_given else session_memory(self._params)
-        if memory is not None:
-            memory.want(self, ())
+        if self._asked is not None:
+            self._asked.want(self, ())
         self._left.drop()
         self._spill.close()
 
