@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import itertools
 import os
 import time
 import weakref
@@ -21,7 +22,7 @@ from penstock.core.errors import SourceChangedError
 from penstock.io.pages import forget_contents, is_untouched, whole_pages
 from penstock.io.threads import Syscalls, ThreadEngine
 from penstock.optim import FlashAdamW, FlashSGD, gradient_spill, gradients, on_flash
-from penstock.optim.gradient_spill import LeftMemory
+from penstock.optim.gradient_spill import GradientSpill, LeftMemory
 from penstock.optim.offloaded_gradient import OffloadedGradient
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
 from penstock.testing.shared_engine import shared_engine_replaced
@@ -108,7 +109,17 @@ def test_accumulated_gradients_come_back_to_the_bit(dtype, budget, small):
     a.close()
 
 
-def test_each_gradient_is_written_once_in_a_backward_and_read_once_in_a_step(small, faulty):
+@pytest.mark.parametrize("is_short", [False, True], ids=["enough memory", "little memory"])
+def test_each_gradient_is_written_once_in_a_backward_and_read_once_in_a_step(
+    small, faulty, monkeypatch, is_short
+):
+    if is_short:  # every other read ahead has none
+        read_ahead, times = GradientSpill.begin_read_ahead, itertools.count()
+        monkeypatch.setattr(
+            GradientSpill,
+            "begin_read_ahead",
+            lambda *args: None if next(times) % 2 else read_ahead(*args),
+        )
     model = network()
     a = FlashSGD(model.parameters(), lr=0.1, gradient_memory=0, **small)  # no states to move
     backward(model, 0)

@@ -150,7 +150,7 @@ class Gradients:
         return self._given_bytes is not None and self._waiting.exceed(self._given_bytes)
 
     def want(self) -> None:
-        """Tell sessions how much would wait in memory."""
+        """Tell sessions how much would wait in memory: nothing, where they give none any more."""
         memory = None if self.is_given else session_memory(self._params)
         if self._asked is not None and self._asked is not memory:
             self._asked.want(self, ())
@@ -370,11 +370,13 @@ class Gradients:
         """Yield a tile's gradients by parameter, valid inside the ``with`` block. Raises as ``bring``."""
         with self._lock:
             readings = self._begun.pop(tile.index, None)
-            if readings is None:
+            is_begun = readings is not None and not (self._ahead and self._ahead[0] is tile)
+            if not is_begun:
                 with suppress(ValueError):
                     self._ahead.remove(tile)
-        if readings is None:
-            readings = self._begin_tile(tile, grads)
+        readings = readings or {}
+        if not is_begun:
+            self._begin_rest(tile, grads, readings)
         with self._lock:
             self._read_ahead()
         yield {
@@ -396,20 +398,31 @@ class Gradients:
         return flat_like(real, self._params[piece.param].local), 0
 
     def _read_ahead(self) -> None:
-        while self._ahead and len(self._begun) < TILES_AHEAD:
-            begun = {}
-            for piece, place in self._away(self._ahead[0], self._grads):
+        """Begin to read what the next tiles need, as far as there is memory. Under the lock.
+
+        Of the first tile that is still ahead some pieces may have been begun before.
+        """
+        while self._ahead:
+            tile = self._ahead[0]
+            if tile.index not in self._begun and len(self._begun) >= TILES_AHEAD:
+                return
+            begun = self._begun.setdefault(tile.index, {})
+            for piece, place in self._away(tile, self._grads):
+                if piece.param in begun:
+                    continue
                 read = self._spill.begin_read_ahead(place.tickets, piece)
-                if read is None:  # it is read when it is needed
+                if read is None:  # it is read later, or when it is needed
                     return
                 begun[piece.param] = read
-            self._begun[self._ahead.popleft().index] = begun
+            self._ahead.popleft()
 
-    def _begin_tile(self, tile: Tile, grads: Mapping[int, Tensor]) -> dict[int, GradientRead]:
-        return {
-            piece.param: self._spill.begin_read(place.tickets, piece)
-            for piece, place in self._away(tile, grads)
-        }
+    def _begin_rest(
+        self, tile: Tile, grads: Mapping[int, Tensor], begun: dict[int, GradientRead]
+    ) -> None:
+        """Begin to read what a tile needs and was not begun."""
+        for piece, place in self._away(tile, grads):
+            if piece.param not in begun:
+                begun[piece.param] = self._spill.begin_read(place.tickets, piece)
 
     def _away(
         self, tile: Tile, grads: Mapping[int, Tensor]
