@@ -275,6 +275,14 @@ def test_too_little_flash_is_refused_with_the_largest_model(capsys):
         (["--batch", "2", "--weights-memory", "1GiB"], "--weights-memory needs --weights flash"),
         (["--batch", "2", "--ranks", "2", "--saved-memory", "1GiB"], "needs --weights flash"),
         (["--batch", "2", "--weights", "flash", "--policy", "all"], "name one policy"),
+        (
+            ["--batch", "2", "--weights", "host", "--policy", "all"],
+            "--policy all does not go with --weights host; name one policy",
+        ),
+        (
+            ["--batch", "2", "--ranks", "2", "--device-memory", "1GiB"],
+            "--device-memory does not go with --ranks: use --memory",
+        ),
         (["--batch", "2", "--weights", "flash", "--save-plan", "a.json"], "no weights yet"),
         (["--weights", "flash"], "neither is given"),
         (["--batch", "2", "--tokens", "64", "--weights", "flash"], "both are given"),

@@ -368,7 +368,8 @@ def test_a_read_that_fails_is_an_error_and_the_next_one_is_right(tmp_path):
     assert_same(found, bits(built(LowRank)(inputs(1)[0])))
 
 
-def test_parameters_over_ranks_without_fsdp2_are_refused(tmp_path):
+@pytest.mark.parametrize("place", ["flash", "host"])
+def test_parameters_over_ranks_without_fsdp2_are_refused(place, tmp_path):
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
@@ -379,13 +380,13 @@ def test_parameters_over_ranks_without_fsdp2_are_refused(tmp_path):
             DTensor.from_local(model[0].weight.detach(), mesh, [Shard(0)], run_check=False)
         )
         with (
-            pytest.raises(ConfigError, match="is a DTensor without it"),
-            on_device_flash(model, tmp_path),
+            pytest.raises(ConfigError, match=f"weights='{place}' is .* is a DTensor without it"),
+            on_device_flash(model, tmp_path, weights=place),
         ):
             pass
         with (
             pytest.raises(ConfigError, match="leave out device="),
-            on_device_flash(model, tmp_path, device=DEVICE),
+            on_device_flash(model, tmp_path, weights=place, device=DEVICE),
         ):
             pass
         assert all(home_of(each) is None for each in model.parameters())

@@ -64,6 +64,7 @@ def test_no_limit_has_to_be_given(disk_path):
         assert session.executor.allowance._is_divided
         notes = " ".join(session.summary().notes)
         assert "no weights_memory was given: of the" in notes
+        assert "beside saved tensors and weights that rest elsewhere, " in notes
         assert torch.cuda.max_memory_allocated(DEVICE) <= most
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
     plain = chain().to(DEVICE)

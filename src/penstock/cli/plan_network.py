@@ -5,6 +5,7 @@ Only the first two load torch.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
@@ -118,6 +119,11 @@ def subject(text: str, training: TrainingSetup, settings: Mapping[str, Any]) -> 
         return step
 
     return PlannedNetwork(text, step_of)
+
+
+def whole_step_option(options: argparse.Namespace) -> str:
+    """Return the option that asks for the plan of a whole step, as it was given."""
+    return "--ranks" if options.weights == "keep" else f"--weights {options.weights}"
 
 
 def several_batches(

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from penstock.cli.command import INTERRUPTED_CODE, UNREAD_CODE
 from penstock.cli.output import UnreadError, report, say, take_stdout
 from penstock.cli.paths import picture_to_write, spill_directory
-from penstock.cli.plan_network import ALL, OF_RANKS
+from penstock.cli.plan_network import ALL, OF_RANKS, whole_step_option
 from penstock.cli.script import Program, find_program, request_huge_pages, run_as_main
 from penstock.cli.torch_import import when_imported
 from penstock.core.errors import ConfigError, PenstockError
@@ -91,7 +91,9 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name):
             raise ConfigError(f"{_option(name)} does not go with --script: {why}")
     if options.codec is not None and whole:
-        raise ConfigError("--codec does not go with --weights flash or --ranks: it is for budgets")
+        raise ConfigError(
+            f"--codec does not go with {whole_step_option(options)}: it is for budgets"
+        )
     for name in () if whole else _OF_WHOLE_STEPS:
         if getattr(options, name) is not None:
             raise ConfigError(f"{_option(name)} needs --weights flash or --ranks")

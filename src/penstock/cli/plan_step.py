@@ -23,6 +23,7 @@ from penstock.cli.plan_network import (
     parse_settings,
     several_batches,
     subject,
+    whole_step_option,
 )
 from penstock.cli.plan_request import bytes_of, data_rate, device_of, machine_of
 from penstock.cli.recorded_step import RecordedStep
@@ -52,11 +53,11 @@ def check_step_options(options: argparse.Namespace) -> None:
     for name, why in _UNUSED.items():
         if getattr(options, name) is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} does not go with --weights flash or --ranks: {why}"
+                f"--{name.replace('_', '-')} does not go with {whole_step_option(options)}: {why}"
             )
     if options.policy == "all":
         raise ConfigError(
-            "--policy all does not go with --weights flash or --ranks; name one policy"
+            f"--policy all does not go with {whole_step_option(options)}; name one policy"
         )
     policies.get(options.policy)
     _check_gradients(options)
@@ -159,8 +160,8 @@ def check_step(
         own_optimizer=recorded is not None,
         clips=recorded is not None and recorded.clips,
         gradient_memory=_gradient_memory(options, recorded),
-        weights_on_host=_weights_on_host(options, device),
         gradients_last=recorded is not None,
+        weights_on_host=_weights_on_host(options, device),
     )
 
 

@@ -558,6 +558,6 @@ class DeviceAllowance(SharedAllowance):
         return (
             f"no weights_memory was given: of the {format_bytes(found.usable_bytes)} that PyTorch can use"
             f" on {found.device}, a step takes up to {format_bytes(found.other_bytes)} beside saved"
-            f" tensors and weights on flash, {format_bytes(found.reserve_bytes)} are left free, and the"
-            f" other {format_bytes(found.limit_bytes)} are for these"
+            f" tensors and weights that rest elsewhere, {format_bytes(found.reserve_bytes)} are left"
+            f" free, and the other {format_bytes(found.limit_bytes)} are for these"
         )

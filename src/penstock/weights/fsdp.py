@@ -175,26 +175,31 @@ class GatheredWeights:
         makers: What makes the home of each parameter that holds this rank's part, by its ``id``.
         groups: By the same: number of the group that is sent together.
         padded: By the same: FSDP2's other tensor, of those without a home, until ``uses`` is asked.
+        setting: What the user has set, for errors.
     """
 
-    def __init__(self, model: Module, kind: type[Gathered] | None = GatheredHome) -> None:
+    def __init__(
+        self, model: Module, kind: type[Gathered] | None = GatheredHome, *, setting: str
+    ) -> None:
         """Find them, and let FSDP2 free what is whole in memory.
 
         Args:
             model: The model.
             kind: Class of their homes; None: no home is made.
+            setting: What the user has set, for errors, as :func:`.homes.setting_of` has it.
 
         Raises:
             ConfigError: FSDP2 does what homes cannot; nothing was changed.
         """
         self.kind = kind
+        self.setting = setting
         self.makers: dict[int, HomeMaker] = {}
         self.groups: dict[int, int] = {}
         self.padded: dict[int, Tensor] = {}
         groups = list(_groups_in(model))
         for group in groups:
             for shard in group.fsdp_params:
-                _check(shard)
+                _check(shard, setting)
         for number, group in enumerate(groups):
             if group.is_unsharded and group._training_state.name == "IDLE":
                 group.reshard()
@@ -232,22 +237,23 @@ def is_whole(module: Module, name: str) -> bool:
     return shard is not None and module._parameters[name] is not shard.sharded_param
 
 
-def _check(shard: Any) -> None:
+def _check(shard: Any, setting: str) -> None:
+    """Raise ConfigError if FSDP2 does with a parameter what homes cannot."""
     info = shard._module_info
     name = shard._param_fqn or f"{type(info.module).__name__}.{info.param_name}"
     local = shard._sharded_local_tensor
     if shard.offload_to_cpu:
         raise ConfigError(
-            f"FSDP2 keeps parameter {name} in host memory (CPUOffloadPolicy): with weights='flash'"
+            f"FSDP2 keeps parameter {name} in host memory (CPUOffloadPolicy): with {setting}"
             " shard the model without an offload_policy"
         )
     if shard.post_forward_mesh_info not in (None, shard.mesh_info):
         raise ConfigError(
-            f"FSDP2 spreads parameter {name} over fewer ranks after forward: with weights='flash' let"
+            f"FSDP2 spreads parameter {name} over fewer ranks after forward: with {setting} let"
             " reshard_after_forward be True or False, not a number"
         )
     if hasattr(local, "fsdp_pre_all_gather") and not isinstance(local, GatheredValues):
         raise ConfigError(
             f"parameter {name} is a {type(local).__name__}, which converts what FSDP2 sends:"
-            " weights='flash' is for plain tensors"
+            f" {setting} is for plain tensors"
         )

@@ -522,6 +522,11 @@ class WeightPlaces(Protocol):
         """See :meth:`WeightFiles.move_in`."""
 
 
+def setting_of(places: WeightPlaces) -> str:
+    """Return the setting of a session whose weights rest in such places, as users write it."""
+    return f"weights={'host' if places.files is None else 'flash'!r}"
+
+
 class WeightFiles:
     """Files in which homes lie, in one directory or several, without names. Not thread-safe.
 

@@ -14,7 +14,7 @@ from penstock.core.units import format_bytes
 from penstock.homed import home_of, is_sharded, local_of, paused_holders, use_count
 from penstock.store.base import Place, Tier
 from penstock.weights.fsdp import Gathered, GatheredHome, GatheredWeights, is_whole
-from penstock.weights.homes import Home, WeightPlaces, is_dense
+from penstock.weights.homes import Home, WeightPlaces, is_dense, setting_of
 from penstock.weights.importing import load_dispatched
 
 _NAMED: Final = 3
@@ -54,7 +54,7 @@ def rest_weights(
     """
     load_dispatched(model, places.files, floor_bytes=floor_bytes)
     shared: list[tuple[str, Parameter]] = []
-    gathered = GatheredWeights(model, gathered_kind)
+    gathered = GatheredWeights(model, gathered_kind, setting=setting_of(places))
     found = list(_large(model, floor_bytes, shared, is_able, gathered))
     check(list(_sizes(found, gathered)))
     homes = {name: home_of(parameter) for name, parameter in found}
@@ -165,8 +165,9 @@ def _check_gathered(name: str, parameter: Parameter, gathered: GatheredWeights) 
         )
     if id(parameter) not in gathered.makers:
         raise ConfigError(
-            "weights='flash' is on a device for parameters that FSDP2 (fully_shard) spreads over ranks,"
-            f" and {name} is a DTensor without it: wrap the model with fully_shard, or keep it on the CPU"
+            f"{gathered.setting} is on a device for parameters that FSDP2 (fully_shard) spreads over"
+            f" ranks, and {name} is a DTensor without it: wrap the model with fully_shard, or keep it on"
+            " the CPU"
         )
 
 
