@@ -22,7 +22,7 @@ from penstock.optim import gradients as gradients_module
 from penstock.optim.holds import WeightHolds
 from penstock.optim.overlap import Overlap
 from penstock.optim.params import Param
-from penstock.optim.pipeline import TilePipeline
+from penstock.optim.pipeline import RecordBuffer, TilePipeline
 from penstock.optim.update import UpdatePass
 from penstock.runtime.cuda.direct import DirectInbound, DirectMover, DirectOutbound
 from penstock.runtime.cuda.inbound import Inbound
@@ -399,13 +399,23 @@ def _used(order: AccessOrder, _: Overlap, param: Param, step: UpdatePass) -> Non
 def records() -> None:
     """Whoever takes a buffer of records, or finds all settled, knows what those knew who have left it.
 
-    Those are threads of the engine and visitors; whoever takes it may be about to read ahead.
+    Those are threads of the engine and visitors; whoever takes it may be about to read ahead. What one of
+    them begins under the lock, any may hand to the engine, and then knows what the first knew.
     """
     for name in ("_was_read", "_was_written", "release", "drop"):
         _around(TilePipeline, name, lambda order, self, *_: order.hand_over(_key(self)))
-    _around(TilePipeline, "_fetch", lambda order, self, *_: order.take_over(_key(self)))
     for name in ("_wait_for", "_settle"):
         _around(TilePipeline, name, None, lambda order, _, self, *__: order.take_over(_key(self)))
+    _around(RecordBuffer, "__init__", lambda order, self, *_: order.forget(_key(self)))
+    for name in ("_fetch", "_write"):
+        _around(
+            TilePipeline,
+            name,
+            lambda order, self, *_: order.take_over(_key(self)),
+            lambda order, _, __, *begun: order.hand_over(_key(begun[-1])),
+        )
+    for name in ("_start_read", "_start_write"):
+        _around(TilePipeline, name, lambda order, _, __, buffer: order.take_over(_key(buffer)))
 
 
 def pieces() -> None:
