@@ -18,6 +18,7 @@ from gpu_weights_rig import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import weights
 from penstock.core.errors import ChecksumError
@@ -209,3 +210,50 @@ def test_whoever_needs_the_weight_meanwhile_waits_for_the_rows(tmp_path, monkeyp
         found = bits(model(words()[0]))
         other.join(60)
     assert_same([found, *seen], [bits(plain(words()[0])), bits(plain.embedding.weight)])
+
+
+class Meanwhile(TorchDispatchMode):
+    """Calls ``act`` once, before the device looks anything up."""
+
+    def __init__(self, act):
+        super().__init__()
+        self._act = act
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.embedding.default and args[0].is_cuda and self._act is not None:
+            act, self._act = self._act, None
+            act()
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_needs_the_weight_meanwhile_waits_until_the_device_has_its_command(
+    tmp_path, monkeypatch
+):
+    """The parameter's memory is not exchanged while torch works with the parameter."""
+    plain, model = built(Words), built(Words)
+    with on_flash(model, tmp_path) as session:
+        home, wake = home_of(model.embedding.weight), session._weights._table.wake
+        waits, brought, wait = threading.Event(), [], wake.wait
+
+        def waiting(*args):
+            waits.set()
+            return wait(*args)
+
+        def needing():
+            home.hold()
+            brought.append(True)
+            home.let_go(changed=False)
+            waits.set()
+
+        other = threading.Thread(target=needing)
+
+        def act():
+            monkeypatch.setattr(wake, "wait", waiting)
+            other.start()
+            assert waits.wait(60)
+            assert not brought
+
+        with Meanwhile(act):
+            found = bits(model(words()[0]))
+        other.join(60)
+    assert_same([found, *brought], [bits(plain(words()[0])), True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -140,7 +142,9 @@ class WeightKeeper:
             self._table.wake.wait_for(lambda: stay.writing is None)
             return stay.storage is None or not (stay.is_changed or stay.is_addressed)
 
-    def rows(self, home: Home, indices: Tensor) -> Tensor | None:
+    def embedded(
+        self, home: Home, indices: Tensor, embed: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         """Look rows up where a weight rests; see :class:`.resting.RestingHome`."""
         self._table.check_process(home)
         stay = self._table.by_home[home]
@@ -151,7 +155,7 @@ class WeightKeeper:
                 return None
             stay.at_home += 1
         try:
-            return embedding(indices.cpu(), home.values)
+            return embedding(indices.cpu(), home.values), embed()
         finally:
             with self._table.wake:
                 stay.at_home -= 1

@@ -261,7 +261,7 @@ class ModelBuilder:
         """True: what is built is at home."""
         return True
 
-    def rows(self, home: Home, indices: Tensor) -> None:
+    def embedded(self, home: Home, indices: Tensor, embed: Callable[[], Tensor]) -> None:
         """See :class:`.resting.RestingHome`: what is mapped is not asked for rows."""
         return
 

@@ -93,7 +93,9 @@ class Keeper(Protocol):
     def is_as_home(self, home: Home) -> bool:
         """Return whether the place has the present values; waits for a write that is under way."""
 
-    def rows(self, home: Home, indices: Tensor) -> Tensor | None:
+    def embedded(
+        self, home: Home, indices: Tensor, embed: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         """See :class:`.resting.RestingHome`."""
 
 
@@ -449,9 +451,11 @@ class Home:
         else:
             self.forget()
 
-    def rows(self, indices: Tensor) -> Tensor | None:
+    def embedded(
+        self, indices: Tensor, embed: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         """See :class:`.resting.RestingHome`."""
-        return None if self.keeper is None else self.keeper.rows(self, indices)
+        return None if self.keeper is None else self.keeper.embedded(self, indices, embed)
 
     def detached(self) -> Tensor | None:
         """See :class:`.resting.RestingHome`: a state dict has the mapping."""

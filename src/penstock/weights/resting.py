@@ -22,7 +22,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -155,14 +155,18 @@ class RestingHome(Protocol):
     def addressed(self) -> None:
         """Note that the address of the values was given to somebody, who may change them there."""
 
-    def rows(self, indices: Tensor) -> Tensor | None:
+    def embedded(
+        self, indices: Tensor, embed: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         """Look rows up where the values rest, which are not mapped; may wait for the current stream.
 
         Args:
             indices: Integers, of any shape, on any device.
+            embed: Works with the parameter as it rests: until it returns, nobody brings the values.
 
         Returns:
-            A row for each index, in host memory; None if the values are in memory, or should be.
+            A row for each index, in host memory, and what ``embed`` returned; None if the values are in
+            memory, or should be.
         """
 
     def detached(self) -> Tensor | None:
@@ -351,11 +355,15 @@ def _embedded(indices: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor
     home = _home_of(weight) if type(weight) is RestingParameter else None
     if home is None or home.is_mapped or args or kwargs.get("max_norm") is not None:
         return None
-    rows = home.rows(indices)
-    if rows is None:
+
+    def embed() -> Tensor:
+        with _no_function():
+            return embedding(indices, weight, **kwargs)  # of NaN; autograd sees the weight in it
+
+    found = home.embedded(indices, embed)
+    if found is None:
         return None
-    with _no_function():
-        result = embedding(indices, weight, **kwargs)  # of NaN; autograd sees the weight in it
+    rows, result = found
     with torch.no_grad():
         line = result.view(-1)
         copy_across(rows.view(-1), line, ready_event(line.device))
