@@ -97,11 +97,15 @@ KERNELS = {
 }
 
 ON_THE_DEVICE = """
+import sys
+import emulated_operators
 import torch
 import plugin
 from penstock.codec.device import exponent, sparse
 
 plugin.prepare()
+for name in emulated_operators.UNTRIED:
+    del sys.modules[name]
 device = torch.device("cuda", torch.cuda.device_count() - 1)
 found = [form.kernels_for(device, torch.int32) is not None for form in (sparse, exponent)]
 print(*found, torch._C._cuda_hasPrimaryContext(0))

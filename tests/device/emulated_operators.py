@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
 import threading
 import time
 import traceback
@@ -26,6 +27,9 @@ from penstock.testing.access_order import AccessOrder, Span, stream_here
 
 aten = torch.ops.aten
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+UNTRIED = ("penstock.codec.device.triton_exponent", "penstock.codec.device.triton_sparse")
+"""Kernels of Triton, which do not run here: to find that out takes each process seconds, as it compiles
+what calls the driver. Whoever wants them tried, as ``test_codec_triton.py`` does, deletes the entries."""
 NATIVE = {
     "_copy_from_and_resize",
     "_pin_memory",
@@ -77,6 +81,7 @@ def install() -> None:
             if packet not in NATIVE and function is not None:
                 _library.impl(name, _kernel_of(function), "CUDA", allow_override=True)
     torch.cuda._sleep = sleep
+    sys.modules.update(dict.fromkeys(UNTRIED))  # type: ignore[arg-type]
 
 
 def _kernel_of(function: Any) -> Callable[..., Any]:
