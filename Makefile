@@ -34,7 +34,7 @@ MUTATIONS = $(ON_DEVICE); PYTHONPATH=$$PYTHONPATH:$(CURDIR)/tests $(PY) tests/de
 # how pytest shows arguments prints storages value by value, which takes minutes on this device
 DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 240 $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-.PHONY: help environment demo test test-all test-hosts test-package test-places test-device test-device-all test-mutations lint format bench docs clean
+.PHONY: help environment demo test test-all test-hosts test-package test-places test-device test-device-all test-mutations distributions lint format bench docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s "$$(printf '\t')"
@@ -58,9 +58,13 @@ test-hosts: $(VENV)/.base $(VENV)/.hosts ## callbacks and recipes for Hugging Fa
 
 test-package: test-package-3.11 test-package-3.12 test-package-3.13 ## wheel and source distribution, both used in fresh environments of each Python that is here
 
-test-package-%: $(VENV)/.base $(VENV)/.package
+test-package-%: distributions
 	@python="$(call python_of,$*)"; test -n "$$python" || { echo "Python $* is not here"; exit 0; }; \
-	echo "Python $* $(TORCH_OF_$*)"; $(PY) scripts/check_package --python "$$python" $(TORCH_OF_$*)
+	echo "Python $* $(TORCH_OF_$*)"; \
+	$(PY) scripts/check_package --dist $(VENV)/dist --python "$$python" $(TORCH_OF_$*)
+
+distributions: $(VENV)/.base $(VENV)/.package
+	$(PY) scripts/check_package --build $(VENV)/dist
 
 test-places: $(VENV)/.base ## break each place that matters most: a test must notice
 	PYTHONPATH=$(CURDIR)/tests $(PY) tests/mutations/break_places.py
