@@ -161,7 +161,8 @@ def main() -> int:
     import hypothesis  # noqa: F401  (once, before forking)
     import numpy  # noqa: F401
     import pytest  # noqa: F401
-    import torch  # noqa: F401
+    import torch
+    import torch._dynamo  # noqa: F401  (which the first optimizer imports)
 
     with suppress(ImportError):
         import numba  # noqa: F401
