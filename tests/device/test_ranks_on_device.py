@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 START = """
-import os, sys
+import gc, os, sys
 sys.path += os.environ["PYTHONPATH"].split(os.pathsep)
 import torch, emulator, plugin
 import torch.distributed as dist
@@ -139,6 +139,31 @@ assert order.checked > 1000, f"only {order.checked} accesses were judged"
 for settings, bits in zip(kinds, found):
     assert all(map(torch.equal, bits, expected)), f"the bits differ with {settings}"
 """
+WAYS = {
+    "fsdp2": """
+half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+kept = {"mp_policy": half, "reshard_after_forward": False}
+settings = {"kept after forward": (kept, overlapped)}
+""",
+    "tensor parallel": """
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+share = 0
+
+def of_two(model):
+    return FlashAdamW(
+        model.parameters(), lr=1e-2, flash=flash, tile=1024, overlap=True, accumulation=2
+    )
+
+settings = {"updated in backward": ({}, of_two), "all at once": ({}, sgd)}
+
+def sharded(model):
+    # what comes out is not gathered: gloo would read a device's memory as if it were the host's
+    ways = ColwiseParallel(), RowwiseParallel(), ColwiseParallel()
+    mesh = init_device_mesh("cuda", (2,))
+    return parallelize_module(model, mesh, {str(i): each for i, each in enumerate(ways)})
+""",
+}
+"""How weights are spread over ranks, and what is tried with that."""
 WEIGHTS_AT_HOME = """
 def stopped(session):
     weights, account = session._weights, session._weights.account
@@ -155,14 +180,15 @@ def with_states(weights):
         found += steps(model, optimizer, 1, first=2)
         model.load_state_dict(saved)
     assert all(home_of(each) is None for each in model.parameters())
+    if weights:
+        gc.collect()
+        assert not session._mover.lent_bytes, "host memory of weights that have left is not free"
     found += steps(model, optimizer, 1, first=3)  # in device memory
     optimizer.close()
     return [*found, *map(local, saved.values()), *values_of(model)]
 
-half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-kept = {"mp_policy": half, "reshard_after_forward": False}
 with plugin.judged() as order:
-    compare({"kept after forward": (kept, overlapped)})
+    compare(settings)
     plain = with_states(None)
     for weights in "flash", "host":
         assert_same(with_states(weights), plain)
@@ -192,12 +218,13 @@ def test_ranks_train_with_states_on_flash_bit_for_bit_and_in_order(disk_path, ki
     run_ranks(disk_path, kind, START + OPTIMIZED + END)
 
 
-def test_ranks_read_their_parts_of_weights_from_flash_bit_for_bit_and_in_order(disk_path):
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_bring_their_parts_of_weights_bit_for_bit_and_in_order(disk_path, way):
     if torch.__version__.startswith("2.8."):
         pytest.skip("gloo of torch 2.8 gathers from a device's memory as if it were the host's")
     names = 'world, flash = 2, str(flash)\nwarnings.simplefilter("ignore")\n' + NAMES + WEIGHTS
-    program = IMPORTS + START + names + WEIGHTS_AT_HOME
-    run_ranks(disk_path, "fsdp2", program + END)
+    program = IMPORTS + START + names + WAYS[way] + WEIGHTS_AT_HOME
+    run_ranks(disk_path, way, program + END)
 
 
 def run_ranks(disk_path, kind, program):

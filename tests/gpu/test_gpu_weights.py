@@ -21,8 +21,6 @@ from gpu_weights_rig import (
     rested_bytes,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 import penstock
@@ -366,32 +364,6 @@ def test_a_read_that_fails_is_an_error_and_the_next_one_is_right(tmp_path):
                 model(inputs(1)[0])
             found = bits(model(inputs(1)[0]))
     assert_same(found, bits(built(LowRank)(inputs(1)[0])))
-
-
-@pytest.mark.parametrize("place", ["flash", "host"])
-def test_parameters_over_ranks_without_fsdp2_are_refused(place, tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        mesh = init_device_mesh("cuda", (1,))
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-        model[0].weight = nn.Parameter(
-            DTensor.from_local(model[0].weight.detach(), mesh, [Shard(0)], run_check=False)
-        )
-        with (
-            pytest.raises(ConfigError, match=f"weights='{place}' is .* is a DTensor without it"),
-            on_device_flash(model, tmp_path, weights=place),
-        ):
-            pass
-        with (
-            pytest.raises(ConfigError, match="leave out device="),
-            on_device_flash(model, tmp_path, weights=place, device=DEVICE),
-        ):
-            pass
-        assert all(home_of(each) is None for each in model.parameters())
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_what_is_not_supported_is_refused_and_nothing_is_moved(tmp_path, monkeypatch):

@@ -23,8 +23,12 @@ from torch.nn import functional as F
 
 from dispatched_rig import assert_clean, dispatched
 from penstock import weights
-from penstock.core.errors import ChecksumError
+from penstock.core.errors import ChecksumError, ConfigError, NoSpaceError
 from penstock.homed import home_of
+from penstock.observe.clients import WEIGHTS
+from penstock.observe.events import Stage
+from penstock.runtime.cuda.mover import CudaMover
+from penstock.weights.host_places import HOST_WEIGHTS
 from weights_rig import ScriptedEngine, assert_same, shared_engine_replaced
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +80,7 @@ def in_place(source, *, is_meta=False):
 
 def is_in_place(model):
     homes = [home_of(layer.weight) for layer in model.base]
-    return [home is not None and home.is_in_place for home in homes]
+    return [getattr(home, "is_in_place", False) for home in homes]
 
 
 def relocated(model, directory, **options):
@@ -95,6 +99,14 @@ def trained(model):
         optimizer.step()
         optimizer.zero_grad()
     return seen
+
+
+def copied_bytes(session, place):
+    """Bytes of weights that were read from files, or copied from host memory."""
+    totals = session.recorder.snapshot()
+    if place == "host":
+        return totals.flow(Stage.COPY_IN, HOST_WEIGHTS).nbytes
+    return totals.flow(Stage.READ, WEIGHTS).nbytes
 
 
 def inferred(model):
@@ -193,6 +205,91 @@ def test_a_model_that_accelerate_has_offloaded_is_taken_over(tmp_path):
     assert all(is_in_place(model))
     assert_same(state_of(model), state_of(plain.to("cpu")))
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("place", ["flash", "host"])
+def test_what_accelerate_has_spread_over_device_memory_and_disk_is_taken_over(
+    place, is_frozen, tmp_path
+):
+    """As ``device_map="auto"`` does; afterwards each weight is on the device or the host, as before."""
+    plain = built().to(DEVICE)
+    model = dispatched(
+        built,
+        tmp_path / "offloaded",
+        in_memory=("base.2", "base.3", "up"),
+        on_device=("base.0", "base.1", "down.0"),
+    )
+    for each in (model, plain):
+        each.base.requires_grad_(not is_frozen)
+    with relocated(model, tmp_path, weights=place) as session:
+        assert_clean(model)
+        assert {each.device.type for each in model.parameters()} == {DEVICE}
+        assert rested_bytes(model) == DEPTH * WEIGHT_BYTES
+        before = copied_bytes(session, place)
+        assert_same(trained(model), trained(plain))
+        assert copied_bytes(session, place) - before >= 3 * (DEPTH * WEIGHT_BYTES - LIMIT)
+        assert not session._weights.forced
+        assert session._weights.account.peak_bytes <= LIMIT
+    assert [each.weight.device.type for each in model.base] == [DEVICE] * 2 + ["cpu"] * 4
+    assert is_in_place(model)[4:] == [is_frozen] * 2
+    assert_same(state_of(model), state_of(plain))
+
+
+@pytest.mark.parametrize("place", ["flash", "host"])
+def test_what_accelerate_itself_has_spread_is_taken_over(place, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    plain, model = built().to(DEVICE), built()
+    rows = dict(enumerate((0, 0, "cpu", "cpu", "disk", "disk")))
+    places = {f"{kind}.{i}": row for kind in ("base", "down", "up") for i, row in rows.items()}
+    accelerate.dispatch_model(model, places, main_device=0, offload_dir=str(tmp_path / "offloaded"))
+    assert [each.weight.is_meta for each in model.base] == [False] * 2 + [True] * 4
+    x = inputs(1)[0]
+    with torch.no_grad():
+        assert_same(bits(model(x)), bits(plain(x)))
+    with relocated(model, tmp_path, weights=place) as session:
+        assert_clean(model)
+        assert rested_bytes(model) == DEPTH * WEIGHT_BYTES
+        assert_same(trained(model), trained(plain))
+        assert copied_bytes(session, place) > 0
+    assert [each.weight.device.type for each in model.base] == [DEVICE] * 2 + ["cpu"] * 4
+    assert_same(state_of(model), state_of(plain))
+
+
+def test_a_model_that_accelerate_has_offloaded_rests_in_host_memory(tmp_path):
+    """What is trained is read to memory, what is not stays in its files, too; both are pinned."""
+    plain, model = built().to(DEVICE), dispatched(built, tmp_path / "offloaded")
+    for each in (model, plain):
+        each.base[:2].requires_grad_(True)
+    with relocated(model, tmp_path, weights="host") as session:
+        assert all(home_of(layer.weight).is_in_memory for layer in model.base)
+        read = copied_bytes(session, "flash")
+        assert_same(trained(model), trained(plain))
+        assert copied_bytes(session, "flash") == read
+        assert copied_bytes(session, "host") > 0
+    assert is_in_place(model) == [False, False, *[True] * (DEPTH - 2)]
+    assert_same(state_of(model), state_of(plain))
+
+
+def test_where_it_does_not_fit_in_host_memory_nothing_was_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(CudaMover, "free_pinned_bytes", property(lambda _: 3 * WEIGHT_BYTES))
+    model = dispatched(built, tmp_path / "offloaded", in_memory=("base.0",))
+    needed = DEPTH * WEIGHT_BYTES
+    with pytest.raises(NoSpaceError, match=rf"{needed} bytes\).*by at least {needed // 2} bytes"):
+        relocated(model, tmp_path, weights="host").open()
+    assert all("_hf_hook" in module.__dict__ for module in model.modules())
+    assert all(each.is_meta for each in model.parameters())
+
+
+@pytest.mark.parametrize("place", ["flash", "host"])
+def test_without_device_the_error_says_to_give_it(place, tmp_path):
+    model = dispatched(built, tmp_path / "offloaded", on_device=("base.0",))
+    with (
+        pytest.raises(ConfigError, match=r"accelerate has offloaded.*device='cuda:0'"),
+        on_device_flash(model, tmp_path, weights=place),
+    ):
+        pass
+    assert all("_hf_hook" in module.__dict__ for module in model.modules())
 
 
 def test_weights_of_types_that_cannot_rest_there_stay_in_device_memory(tmp_path):

@@ -12,6 +12,7 @@ import penstock
 from dispatched_rig import LayerwiseCastingHook, assert_clean, dispatched, write_as_accelerate
 from penstock import weights
 from penstock.homed import home_of
+from penstock.runtime.storage import TensorRef
 from penstock.weights.inplace import SourceHome
 from weights_rig import (
     FLOOR,
@@ -111,6 +112,68 @@ def test_only_some_modules_are_on_disk(disk_path):
     assert_same(state_of(model), state_of(plain))
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_is_in_host_memory_is_taken_from_there(is_frozen, disk_path):
+    """As accelerate keeps it for a device; it has no other memory, and moves to homes."""
+    plain = built(Mixed)
+    kept = ("layers.0", "layers.3", "scale")
+    model = dispatched(Mixed, disk_path / "offloaded", in_memory=kept)
+    loader = model._hf_hook.weights_map.dataset
+    names = [name for name in plain.state_dict() if name.startswith(kept)]
+    assert sorted(loader.state_dict) == sorted(names)
+    memory = [TensorRef(loader.state_dict[f"layers.{i}.weight"].untyped_storage()) for i in (0, 3)]
+    del loader
+    for each in (model, plain):
+        each.layers.requires_grad_(not is_frozen)
+    with on_flash(model, disk_path, limit=LIMIT) as session:
+        homes = homes_of(session)
+        assert len(homes) == 7
+        assert sum(isinstance(home, SourceHome) for home in homes.values()) == 4 * is_frozen
+        assert [each() for each in memory] == [None, None]
+        for x in inputs(2):
+            for each in (model, plain):
+                loss_of(each, x).backward()
+                torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1).step()
+    assert_clean(model)
+    assert_same(state_of(model), state_of(plain))
+
+
+def test_load_prefers_what_the_folder_has_to_what_is_in_memory(disk_path):
+    plain, folder = built(Mixed), disk_path / "offloaded"
+    model = dispatched(Mixed, folder, in_memory=("layers.0.", "layers.1."))
+    values = model._hf_hook.weights_map.dataset.state_dict
+    values["layers.2.weight"] = torch.zeros(WIDTH, WIDTH)
+    weights.load(model, folder, directory=disk_path, floor=FLOOR)
+    assert_clean(model)
+    assert_same(state_of(model), state_of(plain))
+
+
+def test_values_in_memory_of_another_length_are_told(disk_path):
+    model = dispatched(Mixed, disk_path / "offloaded", in_memory=("layers.0",))
+    values = model._hf_hook.weights_map.dataset.state_dict
+    values["layers.0.weight"] = torch.zeros(2, WIDTH)
+    with (
+        pytest.raises(penstock.MismatchError, match=r"in memory: layers\.0\.weight"),
+        on_flash(model, disk_path, limit=LIMIT),
+    ):
+        pass
+    assert all("_hf_hook" in module.__dict__ for module in model.modules())
+    assert model.layers[0].weight.is_meta
+
+
+def test_what_was_changed_on_a_device_is_not_read_from_an_older_file(disk_path):
+    """The folder may have more than is on disk by the map of devices."""
+    plain, folder = built(Mixed), disk_path / "offloaded"
+    model = dispatched(Mixed, folder)
+    model.last = built(Mixed).last
+    for each in (model, plain):
+        with torch.no_grad():
+            each.last.weight.mul_(2)
+    with on_flash(model, disk_path, limit=LIMIT):
+        pass
+    assert_same(state_of(model), state_of(plain))
+
+
 class Tied(Mixed):
     """The last weight of the chain is its first one, as a head may be its embedding."""
 
@@ -167,12 +230,15 @@ def test_an_index_that_lies_is_told(change, error, message, disk_path):
 
 
 @pytest.mark.filterwarnings("ignore:The following device_map keys")
-@pytest.mark.parametrize("way", ["disk_offload", "dispatch_model"])
+@pytest.mark.parametrize("way", ["disk_offload", "cpu_offload", "dispatch_model"])
 def test_what_accelerate_itself_has_offloaded(way, disk_path):
     accelerate = pytest.importorskip("accelerate")
     plain, model, folder = built(Mixed), built(Mixed), str(disk_path / "offloaded")
     if way == "disk_offload":
         accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+    elif way == "cpu_offload":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert all(each.is_meta for each in model.parameters())
     else:
         places = {name: "disk" for name, _ in model.named_children()}
         places |= dict.fromkeys(("scale", "steps", "own"), "cpu")

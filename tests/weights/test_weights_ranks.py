@@ -8,9 +8,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -22,6 +20,13 @@ from penstock.core.errors import PenstockWarning
 from penstock.homed import home_of
 from penstock.io.engine import Priority
 from penstock.runtime.storage import TensorRef
+from tensor_parallel_rig import (
+    CHANGES,
+    change_an_array_of_it,
+    change_what_is_placed_the_same,
+    mesh_of_one,
+    parallel,
+)
 
 SAME_BITS = """
 def last_dimension(param):
@@ -222,9 +227,8 @@ def test_pipelines_of_other_schedules_train_to_the_same_bits(disk_path):
 
 @pytest.fixture
 def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    with mesh_of_one("cpu") as mesh:
+        yield mesh
 
 
 def session_of(model, directory, limit="64KiB"):
@@ -239,59 +243,7 @@ def session_of(model, directory, limit="64KiB"):
     )
 
 
-def parallel(mesh, depth=6):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(depth)))
-    for layer in model:
-        parallelize_module(layer, mesh, ColwiseParallel())
-    return model
-
-
-def change_in_place(weight):
-    weight.add_(1)
-
-
-def change_by_a_list(weight):
-    torch._foreach_add_([weight], 1)
-
-
-def change_by_data(weight):
-    weight.data.add_(1)
-
-
-def change_by_detach(weight):
-    weight.detach().add_(1)
-
-
-def change_what_is_local(weight):
-    weight.to_local().add_(1)
-
-
-def change_an_array_of_it(weight):
-    weight.to_local().numpy()[:] += 1
-
-
-def change_what_is_placed_the_same(weight):
-    weight.redistribute(placements=[Shard(0)]).add_(1)
-
-
-def load_a_state(weight):
-    weight.copy_(weight + 1)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        change_in_place,
-        change_by_a_list,
-        change_by_data,
-        change_by_detach,
-        change_what_is_local,
-        change_an_array_of_it,
-        change_what_is_placed_the_same,
-        load_a_state,
-    ],
-)
+@pytest.mark.parametrize("change", [*CHANGES, change_an_array_of_it])
 def test_whatever_changes_a_shard_is_noticed(one_rank, disk_path, change):
     """Weights that do not fit leave memory after each change, and come back with it."""
     plain, model = parallel(one_rank), parallel(one_rank)

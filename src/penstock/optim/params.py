@@ -12,6 +12,7 @@ tiles in a form (:mod:`formats`); ``Groups.add`` adds that group.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +129,7 @@ class Param:
     def _state(self) -> tuple[int, int, object]:
         """Return the versions of its values, and where they are: at home, wherever they are now."""
         place, local = home_of(self.tensor), self.local
-        where = local.data_ptr() if place is None else place
+        where = local.data_ptr() if place is None else weakref.ref(place)
         return self.tensor._version, local._version, where
 
     def flat(self) -> Tensor:

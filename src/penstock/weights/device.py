@@ -25,7 +25,7 @@ from torch.nn import Module, Parameter
 
 from penstock.core.errors import ClosedError, ConfigError, PenstockError
 from penstock.core.units import round_up
-from penstock.homed import local_of, use_count
+from penstock.homed import local_of, settle, use_count
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import advise_random
 from penstock.runtime.cuda.mover import CudaMover
@@ -36,9 +36,11 @@ from penstock.store.base import Tier
 from penstock.store.blob import UNIT_BYTES
 from penstock.store.host import MemoryPlace
 from penstock.weights.brought import BroughtMemory
+from penstock.weights.dispatched import is_dispatched
 from penstock.weights.fsdp import Gathered
 from penstock.weights.homes import Home, WeightPlaces, is_dense, view_like
 from penstock.weights.model import rest_weights
+from penstock.weights.resting import RestingPart
 from penstock.weights.state_dict import detached
 
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -64,6 +66,15 @@ class DeviceHome(Home):
     def _where(self, like: Tensor) -> torch.device:
         """Return the device on which a parameter is that is now like a tensor."""
         return like.device
+
+    def rest(self) -> None:
+        """See :class:`Home`; the local tensor of a DTensor then still tells of its strides."""
+        super().rest()
+        parameter = self.parameter
+        if parameter is not None and self.is_part and not self.is_gathered:
+            local = local_of(parameter)
+            settle(local, self)
+            local.__class__ = RestingPart
 
     @property
     def layout(self) -> Tensor:
@@ -123,10 +134,17 @@ class DeviceHome(Home):
         self._check_open()
         super().begin_touch()
 
+    def has_few_rows(self, count: int) -> bool:
+        """See :class:`Home`; False for a part: rows of a DTensor are not looked up by its class."""
+        return not self.is_part and super().has_few_rows(count)
+
     def detached(self) -> Tensor | None:
-        """See :class:`.resting.RestingHome`; raises ClosedError without a session."""
+        """See :class:`.resting.RestingHome`; raises ClosedError without a session.
+
+        None for a part: torch's functions for state dicts want a DTensor, which shares the memory.
+        """
         self._check_open()
-        return detached(self)
+        return None if self.is_part else detached(self)
 
     def replaced(self, data: Tensor) -> None:
         """See :class:`.resting.RestingHome`; raises ClosedError without a session."""
@@ -152,11 +170,6 @@ class GatheredDeviceHome(Gathered, DeviceHome):
         """See :class:`.fsdp.Gathered`; raises ClosedError without a session."""
         self._check_open()
         return super().sent()
-
-    def detached(self) -> Tensor | None:
-        """None: torch's functions for state dicts want a DTensor, which shares the memory."""
-        self._check_open()
-        return None
 
 
 class DeviceMemory(BroughtMemory):
@@ -279,6 +292,12 @@ def resting_on(
 
 
 def _check_devices(model: Module, device: torch.device, floor_bytes: int) -> None:
+    if is_dispatched(model):
+        raise ConfigError(
+            "accelerate has offloaded weights of this model: open the session by"
+            f" penstock.offload(model, ..., device={str(device)!r}), which works with all of it there,"
+            " and lets those weights rest on the host afterwards"
+        )
     for name, parameter in model.named_parameters():
         if parameter.nbytes >= floor_bytes and parameter.device != device:
             raise ConfigError(

@@ -1,10 +1,11 @@
-"""Models whose weights accelerate has offloaded to disk: their files, and the hooks that bring them."""
+"""Models whose weights accelerate has offloaded: where they are, and the hooks that bring them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Final
 
+from torch import Tensor
 from torch.nn import Module
 
 from penstock.core.errors import ConfigError
@@ -51,31 +52,42 @@ def tie_again(model: Module) -> None:
         tie()
 
 
+def _maps_of(model: Module) -> Iterator[tuple[str, Any]]:
+    """Yield the maps of values that hooks have, each once, and the path of the module that it is of."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for hook in _hooks_of(module):
+            values = getattr(hook, "weights_map", None)
+            prefix, values = getattr(values, "prefix", ""), getattr(values, "dataset", values)
+            if values is not None and id(values) not in seen:
+                seen.add(id(values))
+                yield (f"{path}." if path else "").removesuffix(prefix), values
+
+
 def files_of(model: Module) -> list[WeightFile]:
     """Return the files to which accelerate has offloaded a model's weights.
 
     Raises:
-        ConfigError: Some are in memory, or a type is not known here.
+        ConfigError: A type is not known here.
         DamagedError: A file is not intact.
         TransferError: A file cannot be read.
     """
     found: dict[str, WeightFile] = {}
-    seen: set[int] = set()
-    for module in model.modules():
-        for hook in _hooks_of(module):
-            values = getattr(hook, "weights_map", None)
-            values = getattr(values, "dataset", values)
-            if values is None or id(values) in seen:
-                continue
-            seen.add(id(values))
-            if getattr(values, "state_dict", None) or not hasattr(values, "index"):
-                raise ConfigError(
-                    "accelerate has weights of this model in memory, for another device: with"
-                    " weights='flash' let it offload them to disk only"
-                )
+    for _, values in _maps_of(model):
+        if getattr(values, "index", None):
             for file in read_offloaded(str(values.save_folder or ""), values.index):
                 found[file.path] = file
     return list(found.values())
+
+
+def values_of(model: Module) -> dict[str, Tensor]:
+    """Return the weights that accelerate keeps in host memory for another device, by name."""
+    found: dict[str, Tensor] = {}
+    for path, values in _maps_of(model):
+        in_memory = getattr(values, "state_dict", values)
+        if isinstance(in_memory, dict):
+            found.update((f"{path}{name}", each) for name, each in in_memory.items())
+    return found
 
 
 def remove_hooks(model: Module) -> None:

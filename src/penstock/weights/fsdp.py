@@ -32,15 +32,14 @@ from penstock.homed import home_of, local_of, settle
 from penstock.store.base import Place, Tier
 from penstock.weights.homes import Home, HomeMaker, view_like
 from penstock.weights.references import WeightBringer
+from penstock.weights.resting import RestingPart
 
 _managed: Final[WeakKeyDictionary[Module, dict[str, weakref.ref[Any]]]] = WeakKeyDictionary()
 """Parameters that FSDP2 exchanges: of each module and name, what FSDP2 knows of it."""
 
 
-class GatheredValues(Tensor):
+class GatheredValues(RestingPart):
     """Local tensor of a parameter of FSDP2 that has a home. See [Note: gathered weights]."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -60,12 +59,6 @@ class GatheredValues(Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the whole weight as it was received; None if it is in ``out``, which has its memory."""
         return None if out is not None else (all_gather_outputs[0], ())
-
-    def stride(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the strides of the values, also at rest on a device, where there is one element."""
-        home = home_of(self)
-        assert isinstance(home, Gathered)
-        return Tensor.stride(home.layout, *args, **kwargs)
 
 
 class Gathered(Home):
@@ -118,7 +111,6 @@ class Gathered(Home):
         parameter = self.parameter
         super().leave()
         if parameter is not None:
-            local_of(parameter).__class__ = Tensor
             self._give_back()
 
     def _keep(self) -> None:
@@ -175,7 +167,6 @@ class GatheredWeights:
         makers: What makes the home of each parameter that holds this rank's part, by its ``id``.
         groups: By the same: number of the group that is sent together.
         padded: By the same: FSDP2's other tensor, of those without a home, until ``uses`` is asked.
-        setting: What the user has set, for errors.
     """
 
     def __init__(
@@ -192,7 +183,6 @@ class GatheredWeights:
             ConfigError: FSDP2 does what homes cannot; nothing was changed.
         """
         self.kind = kind
-        self.setting = setting
         self.makers: dict[int, HomeMaker] = {}
         self.groups: dict[int, int] = {}
         self.padded: dict[int, Tensor] = {}

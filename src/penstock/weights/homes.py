@@ -17,7 +17,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, cast
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from penstock.store.engine import shared_engine
 from penstock.store.pool import Block
 from penstock.store.window import TransferWindow
 from penstock.weights.failures import AGAIN, named_failure
-from penstock.weights.resting import KINDS, Kinds
+from penstock.weights.resting import KINDS, Kinds, RestingPart
 
 SLAB_BYTES = 1 << 30
 """Length of the files that homes are cut from while a model is built, whose size is not known."""
@@ -210,6 +210,11 @@ class Home:
         return self.resting
 
     @property
+    def is_part(self) -> bool:
+        """True if the parameter is a DTensor, of which this process has a part."""
+        return self.kinds is not KINDS
+
+    @property
     def is_in_memory(self) -> bool:
         """True if the values rest in host memory, and not in a file."""
         return self.tier.spec.kind == "host"
@@ -334,6 +339,10 @@ class Home:
         """Leave the parameter to memory, where it is."""
         parameter = self._param()
         if parameter is not None:
+            local = local_of(parameter)
+            if isinstance(local, RestingPart):
+                move_out(local)
+                cast(Any, local).__class__ = Tensor
             move_out(parameter)
             parameter.__class__ = self.kinds.ordinary
         self._param = _nobody
@@ -520,6 +529,9 @@ class WeightPlaces(Protocol):
     def room(self) -> ReservedTier | None:
         """Tier of another place, if a weight needs one; None: there is none."""
 
+    def check_room(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
+        """Raise NoSpaceError if there is no room for parameters, which are named; they have no values."""
+
     def move_in(
         self, parameters: Sequence[tuple[str, Parameter]], kind: HomeMaker | None = None
     ) -> list[Home]:
@@ -571,14 +583,10 @@ class WeightFiles:
         """Their tier."""
         return self.tier
 
-    def check_room(self, lengths: Sequence[int]) -> None:
-        """Raise NoSpaceError if the directories have no room for places that are to be cut.
-
-        Args:
-            lengths: Most bytes that each will hold.
-        """
+    def check_room(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
+        """See :class:`WeightPlaces`: their places are to be cut."""
         count = len(self.tier.directories)
-        part = sum(part_bytes(nbytes, count) for nbytes in lengths)
+        part = sum(part_bytes(each.nbytes, count) for _, each in parameters)
         check_space([(each, part) for each in self.tier.directories], _advice)
 
     def cut(self, nbytes: int, name: str) -> ReservedPlace:
@@ -738,6 +746,10 @@ def version_of(parameter: Tensor) -> int:
 
 def show(parameter: Parameter, data: Tensor, kind: type[Any]) -> None:
     """Exchange the memory of a parameter, and its class, but not its version."""
+    local = local_of(parameter)
     with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
-        Tensor.data.__set__(local_of(parameter), data)  # type: ignore[attr-defined]
+        Tensor.data.__set__(local, data)  # type: ignore[attr-defined]
+    if type(local) is RestingPart:
+        move_out(local)
+        cast(Any, local).__class__ = Tensor
     parameter.__class__ = kind

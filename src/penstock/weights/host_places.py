@@ -30,7 +30,7 @@ from penstock.runtime.cuda.mover import CudaMover
 from penstock.store.base import Tier
 from penstock.store.blob import UNIT_BYTES, ReservedTier
 from penstock.store.host import MemoryPlace, MemoryTier
-from penstock.weights.device import DeviceHome
+from penstock.weights.device import DeviceHome, can_rest
 from penstock.weights.homes import Home, HomeMaker, WeightFiles, copy_out, flat_bytes, view_like
 
 HOST_WEIGHTS: Final = "weights in host memory"
@@ -118,6 +118,15 @@ class HostPlaces:
     def room(self) -> ReservedTier | None:
         """Tier of another place in a file, if a weight needs one; None: there is none."""
         return None if self.files is None else self.files.room
+
+    def check_room(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
+        """See :class:`.homes.WeightPlaces`."""
+        if self.files is not None:
+            self.files.check_room(parameters)
+            return
+        sizes = [(name, each.nbytes) for name, each in parameters if can_rest(each)]
+        if sum(round_up(nbytes, UNIT_BYTES) for _, nbytes in sizes) > self._mover.free_pinned_bytes:
+            raise self._no_space(sizes)
 
     def move_in(
         self, parameters: Sequence[tuple[str, Parameter]], kind: HomeMaker | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 import torch
@@ -24,9 +25,10 @@ from penstock.weights.dispatched import (
     is_dispatched,
     remove_hooks,
     tie_again,
+    values_of,
 )
 from penstock.weights.failures import SOURCE_ADVICE, named_reads
-from penstock.weights.homes import Home, WeightFiles, flat_bytes
+from penstock.weights.homes import Home, WeightFiles, WeightPlaces, flat_bytes
 from penstock.weights.inplace import LEAST_BYTES, SourceFile, SourceHome
 from penstock.weights.pieces import PieceReader, PieceWriter
 from penstock.weights.safetensors import StoredTensor, WeightFile, open_source
@@ -77,8 +79,9 @@ def load(
     next used. A weight whose values the program changes gets memory, or in a session a home.
 
     A model that accelerate has offloaded to disk is one on ``meta``, and the folder of that may be the
-    source. Hooks of accelerate are removed. Accelerate has untied weights: a model's own ``tie_weights``,
-    as those of transformers have it, ties them again.
+    source. What accelerate keeps in host memory is taken from there, unless the source has it. Hooks of
+    accelerate are removed. Accelerate has untied weights: a model's own ``tie_weights``, as those of
+    transformers have it, ties them again.
 
     After an error in the middle, parameters on ``meta`` are as they were; the values of others are mixed.
 
@@ -106,43 +109,48 @@ def load(
     _load(model, open_source(source), places, floor_bytes=floor_bytes, in_place=in_place)
 
 
-def load_dispatched(model: Module, places: WeightFiles | None, *, floor_bytes: int) -> None:
-    """Take over a model whose weights accelerate has offloaded to disk, if it is one.
+def load_dispatched(model: Module, places: WeightPlaces, *, floor_bytes: int) -> None:
+    """Take over a model whose weights accelerate has offloaded, if it is one.
 
-    Parameters that are not trained rest in accelerate's files; the others are copied.
+    Parameters on disk that are not trained rest in accelerate's files; the others are copied, to new
+    homes or, where there are no files for these, to memory. What accelerate keeps in host memory, or on
+    a device, stays there.
 
     Args:
         model: The model.
-        places: Where others get their homes; None: such a model is refused.
+        places: Where its weights are to rest.
         floor_bytes: Least size of a parameter that gets a home.
 
     Raises:
         ConfigError, DamagedError, MismatchError, NoSpaceError, TransferError: As ``load``.
     """
     if is_dispatched(model):
-        if places is None:
-            raise ConfigError(
-                "accelerate has offloaded this model to disk, from where weights='host' brings none: set"
-                " weights='flash', and name a directory"
-            )
-        _load(model, files_of(model), places, floor_bytes=floor_bytes, in_place=True)
+        _load(model, None, places, floor_bytes=floor_bytes, in_place=True)
 
 
 def _load(
     model: Module,
-    files: Sequence[WeightFile],
-    places: WeightFiles | None,
+    files: Sequence[WeightFile] | None,
+    places: WeightPlaces | None,
     *,
     floor_bytes: int,
     in_place: bool,
 ) -> None:
+    """Load files; ``None``: those to which accelerate has offloaded what is on ``meta``."""
     is_offloaded = is_dispatched(model)
     if is_offloaded:
         check_hooks(model)
         tie_again(model)
     targets = state_of(model)
-    chosen = _match(files, targets, others_have_values=is_offloaded)
+    values = values_of(model) if is_offloaded else {}
+    away = {name for name, target in targets.items() if target.is_meta}
+    if files is None:
+        files = list(_only(files_of(model), away - values.keys()))
+    away -= {tensor.name for file in files for tensor in file.tensors}
+    values = {name: each for name, each in values.items() if name in away}
+    chosen = _match(files, targets, values, others_have_values=is_offloaded)
     loading = _Loading(model, places, floor_bytes)
+    loading.take(values, chosen, targets)
     if in_place:
         loading.leave_in_place(files, chosen, targets)
     loading.check(targets)
@@ -155,6 +163,14 @@ def _load(
     loading.finish()
     if is_offloaded:
         remove_hooks(model)
+
+
+def _only(files: Sequence[WeightFile], names: Set[str]) -> Iterator[WeightFile]:
+    """Yield files with those tensors alone that have these names."""
+    for file in files:
+        tensors = tuple(each for each in file.tensors if each.name in names)
+        if tensors:
+            yield replace(file, tensors=tensors)
 
 
 def state_of(model: Module) -> dict[str, Tensor]:
@@ -179,20 +195,26 @@ def state_of(model: Module) -> dict[str, Tensor]:
 
 
 def _match(
-    files: Sequence[WeightFile], targets: Mapping[str, Tensor], *, others_have_values: bool
+    files: Sequence[WeightFile],
+    targets: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+    *,
+    others_have_values: bool,
 ) -> set[str]:
-    """Return the names that are loaded: all in the files, but one of each tied weight.
+    """Return the names that are loaded: all in the files and values, but one of each tied weight.
 
     Args:
         files: The files.
         targets: Parameters and buffers of the model.
-        others_have_values: What is not in the files need not be, unless it is on ``meta``.
+        values: Values in memory, of targets.
+        others_have_values: What is in neither need not be, unless it is on ``meta``.
 
     Raises:
         MismatchError: The files are of another model.
     """
     stored = {tensor.name: tensor for file in files for tensor in file.tensors}
-    last = {id(target): name for name, target in targets.items() if name in stored}
+    last = {id(targets[name]): name for name in values}
+    last |= {id(target): name for name, target in targets.items() if name in stored}
     missing = [
         name
         for name, each in targets.items()
@@ -202,10 +224,19 @@ def _match(
         *_list("missing", missing),
         *_list("unexpected", [name for name in stored if name not in targets]),
         *_list("different", list(_differences(stored, targets))),
+        *_list(
+            "different in memory",
+            [
+                name
+                for name, each in values.items()
+                if (each.shape, each.dtype) != (targets[name].shape, targets[name].dtype)
+            ],
+        ),
     ]
     if problems:
+        where = f"in {files[0].path!r}" if files else "that accelerate has in memory"
         raise MismatchError(
-            f"the weights in {files[0].path!r} are not those of this model: {'; '.join(problems)}"
+            f"the weights {where} are not those of this model: {'; '.join(problems)}"
         )
     return set(last.values())
 
@@ -234,16 +265,27 @@ class _Loading:
     def __init__(
         self,
         model: Module,
-        places: WeightFiles | None,
+        places: WeightPlaces | None,
         floor_bytes: int,
     ) -> None:
         self._model = model
         self._floor_bytes = floor_bytes
-        self._files = places
+        self._places = places
+        self._files = None if places is None else places.files
         self._made: dict[
             int, Tensor
         ] = {}  # by the id of a tensor on meta, which the model keeps alive
         self._in_place: set[str] = set()  # names
+
+    def take(
+        self, values: Mapping[str, Tensor], chosen: Set[str], targets: Mapping[str, Tensor]
+    ) -> None:
+        """Let tensors on ``meta`` have values that are in memory, which is theirs from then on."""
+        for name in values.keys() & chosen:
+            target, made = targets[name], values[name].detach()
+            if isinstance(target, Parameter):
+                made = Parameter(made, target.requires_grad)
+            self._made[id(target)] = made
 
     def leave_in_place(
         self, files: Sequence[WeightFile], chosen: Set[str], targets: Mapping[str, Tensor]
@@ -281,7 +323,7 @@ class _Loading:
     def check(self, targets: Mapping[str, Tensor]) -> None:
         """Raise ConfigError if something on ``meta`` has no values, or no place for them.
 
-        Raises NoSpaceError if there is no room for all places.
+        Raises NoSpaceError if there is no room for all places, or in memory for all that rests there.
         """
         known = {id(target) for target in targets.values()}
         for path, module in self._model.named_modules():
@@ -293,20 +335,24 @@ class _Loading:
                         " with its parameters alone on meta, as accelerate.init_empty_weights() does,"
                         " or put another such module, constructed on the CPU, in its place before"
                     )
-        done = {id(targets[name]) for name in self._in_place}  # of tied ones one name is in place
-        lengths: list[int] = []
+        done: set[int] = set()
+        if self._places is None or self._files is not None:
+            # of tied ones one name is in place
+            done = {id(targets[name]) for name in self._in_place} | self._made.keys()
+        new: list[tuple[str, Parameter]] = []
         for name, target in targets.items():
-            is_parameter = target.is_meta and isinstance(target, Parameter)
-            if not is_parameter or id(target) in done or not self._is_large(target):
+            if not (isinstance(target, Parameter) and target.is_meta and self._is_large(target)):
                 continue
-            if self._files is None:
+            if id(target) in done:
+                continue
+            if self._places is None:
                 raise ConfigError(
                     f"parameter {name} is on meta: give the directory on flash where it is to rest"
                 )
             done.add(id(target))
-            lengths.append(target.nbytes)
-        if self._files is not None:
-            self._files.check_room(lengths)
+            new.append((name, target))
+        if self._places is not None:
+            self._places.check_room(new)
 
     def _is_large(self, target: Tensor) -> bool:
         return target.nbytes >= max(1, self._floor_bytes)

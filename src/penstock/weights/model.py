@@ -35,7 +35,7 @@ def rest_weights(
 
     Weights that already have a home, as of a model that was built on flash, keep it. Weights below
     ``floor_bytes`` stay in memory, and so does what shares its storage with other tensors. A model that
-    accelerate has offloaded to disk is taken over. Of parameters that are spread over ranks, what this
+    accelerate has offloaded is taken over. Of parameters that are spread over ranks, what this
     process has of each rests.
 
     Args:
@@ -52,7 +52,7 @@ def rest_weights(
         NoSpaceError: The places have no room; nothing was moved.
         TransferError: A weight could not be written; it and those after it are still in memory.
     """
-    load_dispatched(model, places.files, floor_bytes=floor_bytes)
+    load_dispatched(model, places, floor_bytes=floor_bytes)
     shared: list[tuple[str, Parameter]] = []
     gathered = GatheredWeights(model, gathered_kind, setting=setting_of(places))
     found = list(_large(model, floor_bytes, shared, is_able, gathered))
@@ -135,8 +135,11 @@ def _large(
                     f"weights='flash' is for models on the CPU, and parameter {name} is on"
                     f" {parameter.device}"
                 )
-            if is_able is not None and is_sharded(parameter):
-                _check_gathered(name, parameter, gathered)
+            if gathered.kind is None and is_sharded(parameter):
+                raise ConfigError(
+                    f"parameter {name} is spread over ranks: shard the model on the device, by"
+                    " fully_shard or parallelize_module, and leave out device= of the session"
+                )
             local = local_of(parameter)
             storage = local.untyped_storage()
             is_own = shared[storage._cdata] == 1 and local.storage_offset() == 0
@@ -154,21 +157,6 @@ def _large(
                 others.append((name, parameter))
             elif storage.nbytes() == parameter.nbytes or is_sharded(parameter):
                 yield name, parameter
-
-
-def _check_gathered(name: str, parameter: Parameter, gathered: GatheredWeights) -> None:
-    """Raise ConfigError if a DTensor is not one that can rest for a device."""
-    if gathered.kind is None:
-        raise ConfigError(
-            f"parameter {name} is spread over ranks: shard the model on the device (fully_shard), and"
-            " leave out device= of the session"
-        )
-    if id(parameter) not in gathered.makers:
-        raise ConfigError(
-            f"{gathered.setting} is on a device for parameters that FSDP2 (fully_shard) spreads over"
-            f" ranks, and {name} is a DTensor without it: wrap the model with fully_shard, or keep it on"
-            " the CPU"
-        )
 
 
 def _own_parameters(model: Module) -> Iterator[tuple[str, Parameter]]:

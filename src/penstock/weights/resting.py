@@ -305,6 +305,17 @@ class BusyParameter(Busy, Parameter):
     """Parameter whose values a module works with. See [Note: a resting weight]."""
 
 
+class RestingPart(Tensor):
+    """Local tensor of a DTensor at rest on a device, where it is one element. It tells of its values."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def stride(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the strides of the values."""
+        home = cast("RestingHome | None", home_of(self))
+        return Tensor.stride(self if home is None else home.layout, *args, **kwargs)
+
+
 class Kinds(NamedTuple):
     """Classes that a parameter has at rest, in use, and without a home."""
 
