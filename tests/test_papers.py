@@ -1,7 +1,6 @@
 """``benchmarks/macro/papers.py``: its search, its definitions, and that it runs."""
 
 import importlib
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import preloaded
 from penstock.lab.dry.networks import dry_zoo_step
 from penstock.plan import Machine
 from penstock.plan.algorithms import fastest
@@ -278,12 +278,7 @@ def test_the_average_by_layer_of_a_plan_that_keeps_everything_is_below_its_peak(
 def test_the_quick_run_has_its_lines_and_leaves_no_result():
     result = MACRO.parent / "results" / "papers.json"
     before = result.read_bytes() if result.exists() else None
-    done = subprocess.run(
-        [sys.executable, MACRO / "papers.py", "--quick"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = preloaded.run([MACRO / "papers.py", "--quick"], check=True)
     assert "average memory of alexnet" in done.stdout
     assert "loss of vdnn-dyn in 12 GB" in done.stdout
     assert "largest batch of flashneuron" in done.stdout
