@@ -4,10 +4,10 @@
     From the first of its tiles in a pass to the last, so that it is brought once and written home once.
     With ``overlap`` from the end of its backward, when it is in memory anyway. Holds are to take half of
     the memory that there is for weights, so that others can be read ahead: a tile that needs more is
-    worked on in parts, and waits while others are; backward waits for tiles that end holds. It waits for
-    updates that are under way, too, if two more weights would not fit beside those that are held: else it
-    would take the memory of one that is to stay. One part is always worked on, whatever it needs, so that
-    nothing waits for ever.
+    worked on in parts, and waits while others are; backward waits for tiles that end holds. Both wait for
+    updates that are under way, too, if two more weights would not fit beside those that are held: else
+    they would take the memory of one that is to stay. One part is always worked on, whatever it needs, so
+    that nothing waits for ever.
 
     A weight gets its home, and loses it, only while no tile is worked on: ``pause``.
 """
@@ -158,13 +158,8 @@ class WeightHolds:
     def is_full(self) -> bool:
         """Return whether holds should end before backward goes on, if they can."""
         with self._wake:
-            held = [hold for hold in self._holds.values() if hold.is_held]
-        limits = [hold.home.streamed_bytes for hold in held]
-        streamed = [
-            each.nbytes for each, most in zip(held, limits, strict=True) if most is not None
-        ]
-        needed = sum(streamed) + 2 * max(streamed, default=0)
-        return any(most is not None and needed > most for most in limits)
+            held = [(hold.home, hold.nbytes) for hold in self._holds.values() if hold.is_held]
+        return _fill(held)
 
     def interrupt(self) -> None:
         """Let go of weights that no tile is worked on with; tiles to come bring them again."""
@@ -222,9 +217,9 @@ class WeightHolds:
         new = {i: home for i, home in self._homes_of(indices).items() if i not in self._holds}
         if not new:
             return True
-        needed = sum(self._params[index].local.nbytes for index in new)
-        needed += sum(hold.nbytes for hold in self._holds.values())
-        return not _exceed(next(iter(new.values())), needed)
+        wanted = [(hold.home, hold.nbytes) for hold in self._holds.values()]
+        wanted += [(home, self._params[index].local.nbytes) for index, home in new.items()]
+        return not (_exceed(wanted[-1][0], sum(nbytes for _, nbytes in wanted)) or _fill(wanted))
 
     def _bring(self, hold: _Hold) -> None:
         """Hold a weight, unless that was done. Without the lock: it may wait."""
@@ -277,6 +272,14 @@ def memory_for(param: Param) -> UpdateMemory | None:
     """Return what a session gives to updates of a weight; None: its gradients have no limit."""
     home = home_of(param.tensor)
     return None if home is None or not param.tensor.requires_grad else home.update_memory
+
+
+def _fill(held: Sequence[tuple[HomedWeight, int]]) -> bool:
+    """Return whether two more weights would not fit beside these, with their bytes, and those kept."""
+    limits = [home.streamed_bytes for home, _ in held]
+    streamed = [nbytes for (_, nbytes), most in zip(held, limits, strict=True) if most is not None]
+    needed = sum(streamed) + 2 * max(streamed, default=0)
+    return any(most is not None and needed > most for most in limits)
 
 
 def _exceed(home: HomedWeight, nbytes: int) -> bool:
