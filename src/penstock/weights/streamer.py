@@ -508,10 +508,14 @@ class WeightStreamer:
 
 
 def _warn_of_unwritten(failures: Sequence[BaseException | None]) -> None:
-    """Warn of weights that rest no more, as they could not be written; None: no error of its own."""
-    known = next(filter(None, failures), None)
+    """Warn of weights that rest no more, as they could not be written; None: no error of its own.
+
+    Without a directory memory is the place of what was changed: that is no failure.
+    """
+    failed = [each for each in failures if not isinstance(each, ConfigError)]
+    known = next(filter(None, failed), None)
     if known is not None:
-        more = f"; so it is with {len(failures) - 1} more" if len(failures) > 1 else ""
+        more = f"; so it is with {len(failed) - 1} more" if len(failed) > 1 else ""
         warnings.warn(f"{known}{more}", PenstockWarning, stacklevel=4)
 
 
