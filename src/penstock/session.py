@@ -529,7 +529,6 @@ class Session:
         )
         limits.begin_again()
         weights.before_training = limits.begin_again
-        weights.before_longer = limits.expect
         weights.in_inference = limits.look if limits.can_look else None
 
     def _detach(self) -> None:

@@ -477,28 +477,6 @@ def test_the_first_step_has_room_for_what_it_is_known_to_take():
     assert shared.limits == (45, 15)
 
 
-def test_a_later_step_has_room_for_what_it_is_known_to_take_beyond_those_before():
-    """A model may come later, whose embedding is tied and longer than all weights before it."""
-    shared = Shared(found=True, saved=15 * MIB)
-    begin_again(shared, 0)
-    shared.process.look()
-    shared.saved.limit_bytes = shared.allowance.settle()
-    assert shared.ends_step() == 15 * MIB
-    assert shared.memory.limit_bytes == 60 * MIB
-    shared.memory.limit_bytes = shared.process.expect(6 * MIB)
-    shared.saved.limit_bytes = shared.allowance.expect(6 * MIB)
-    assert shared.memory.limit_bytes == 54 * MIB
-    assert shared.limits == (39, 15)
-    assert shared.process.grown() is None  # it was not measured
-    assert shared.ends_step() is None
-    assert shared.limits == (39, 15)
-    shared.process.look()
-    shared.memory.limit_bytes = shared.process.grown()
-    assert shared.memory.limit_bytes == 60 * MIB
-    shared.ends_step()
-    assert shared.limits == (45, 15)
-
-
 def test_what_the_first_step_is_known_to_take_yields_to_weights_that_fit_no_other_way():
     shared = Shared(found=True)
     begin_again(shared, 50 * MIB)

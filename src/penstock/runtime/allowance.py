@@ -25,8 +25,6 @@
        operator, shows in the memory's own peak, if that has risen. If it was higher before (and it
        is never reset, for it is the program's), the sum of all that was allocated since the moment
        before is taken for allocated at once, up to that peak.
-       Gradients of longer weights than before, of a model that comes later, are not left either, until an
-       observed pass has measured them.
     3. An optimizer makes its states in its first step, when the plan has been made. So at the end of
        each step, what is allocated beside what is charged is compared with the same at the end of the
        observed pass; what it has grown by is other as well.
@@ -100,12 +98,6 @@ class Allowance(Protocol):
 
         Args:
             step_bytes: Bytes that the first step is known to take beside the account.
-        """
-
-    def expect(self, step_bytes: int) -> int:
-        """Return the limit in bytes, before a step that is known to take so many more than those before.
-
-        That is so until they are measured in an observed pass.
         """
 
     def look(self) -> None:
@@ -227,14 +219,10 @@ class FoundAllowance:
         self.device = device
         self._parts = parts
         self._step_bytes = 0
-        self._expected_bytes = 0
-        """Bytes that the program is known to use in later steps; 0 once they are measured."""
-        self._has_looked = False
         account.limit_bytes = self._found(parts)
 
     def look(self) -> None:
         """Measure at this moment of an observed pass."""
-        self._has_looked = True
         self._remainder.look()
 
     def begin_again(self, step_bytes: int) -> int:
@@ -245,20 +233,10 @@ class FoundAllowance:
                 than a third of what is left, the limit is that much lower until they are measured.
         """
         self._remainder.begin_again()
-        self._step_bytes = self._expected_bytes = 0
+        self._step_bytes = 0
         if step_bytes > self.limit_bytes // 3:
             self._step_bytes = step_bytes
         return self._found(self._parts)
-
-    def expect(self, step_bytes: int) -> int:
-        """See :class:`Allowance`; before the first observed pass the same holds as in ``begin_again``."""
-        is_settled = self._remainder.is_settled
-        if is_settled:
-            self._expected_bytes = max(self.other_bytes, self._expected_bytes) + step_bytes
-        elif step_bytes > self.limit_bytes // 3:
-            self._step_bytes += step_bytes
-        self._has_looked = False
-        return self._found(1 if is_settled else self._parts)
 
     def cede(self, nbytes: int) -> bool:
         """Raise the account's limit by a part of what the first step is known to take, if enough."""
@@ -284,8 +262,6 @@ class FoundAllowance:
         """Return another limit, after a step, if the program holds notably more than before."""
         before = self._account.limit_bytes
         grew = self._remainder.end_step(before // NOTABLE_SHARE)
-        if self._expected_bytes and self._has_looked:
-            self._expected_bytes, grew = 0, True
         return (
             self._found() if grew or before - self.limit_bytes > before // NOTABLE_SHARE else None
         )
@@ -318,7 +294,7 @@ class FoundAllowance:
     @property
     def limit_bytes(self) -> int:
         """Bytes that are left for the account."""
-        other_bytes = max(self.other_bytes + self._step_bytes, self._expected_bytes)
+        other_bytes = self.other_bytes + self._step_bytes
         return max(1, self.usable_bytes - other_bytes - self.reserve_bytes)
 
     def _found(self, parts: int = 1) -> int:
@@ -390,10 +366,6 @@ class SharedAllowance:
     def begin_again(self, step_bytes: int) -> int:
         """Return the limit in bytes when that of the parent was found anew, before the first pass."""
         self._has_begun, self._is_settled, self._has_inferred = True, False, False
-        return self._left()
-
-    def expect(self, step_bytes: int) -> int:
-        """See :class:`Allowance`; the limit of the parent is found before."""
         return self._left()
 
     def look(self) -> None:
@@ -530,11 +502,6 @@ class DeviceAllowance(SharedAllowance):
         """Find the parent's limit anew, and return that of saved tensors."""
         self._parent.limit_bytes = self._found.begin_again(step_bytes)
         return super().begin_again(step_bytes)
-
-    def expect(self, step_bytes: int) -> int:
-        """Find the parent's limit anew, and return that of saved tensors."""
-        self._parent.limit_bytes = self._found.expect(step_bytes)
-        return super().expect(step_bytes)
 
     def infer(self, *, has_ended: bool) -> int | None:
         """Find the parent's limit anew, and return that of saved tensors, if there is another one."""

@@ -59,13 +59,6 @@ class FirstLimits:
             self._limit(self._executor.allowance.begin_again(step_bytes))
         self._check()
 
-    def expect(self, step_bytes: int) -> None:
-        """Find limits anew, since a step is known to take more bytes beside what Penstock holds."""
-        if self._on_host:
-            self._process.expect(step_bytes)
-        if self._executor.allowance is not None:
-            self._limit(self._executor.allowance.expect(step_bytes))
-
     @property
     def can_look(self) -> bool:
         """Return whether ``look`` may find other limits."""

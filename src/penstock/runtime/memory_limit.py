@@ -157,14 +157,9 @@ class MemoryLimit:
             self._found.usable_bytes = self._usable_bytes()
             self._account.limit_bytes = self._found.begin_again(step_bytes)
 
-    def expect(self, step_bytes: int) -> None:
-        """Find the limit anew: a step takes so many bytes more beside the account than those before."""
-        if self._found is not None:
-            self._account.limit_bytes = self._found.expect(step_bytes)
-
     def look(self) -> None:
         """Measure at this moment of an observed pass."""
-        (self._remainder if self._found is None else self._found).look()
+        self._remainder.look()
 
     def look_in_inference(self) -> None:
         """Measure at this moment of a call without autograd, and adapt a limit that was found."""

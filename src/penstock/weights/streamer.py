@@ -51,8 +51,6 @@ class WeightStreamer:
         before_model: Called with each model before the streamer takes charge of it.
         before_training: Called before the first call of a module with autograd enabled, with the most
             bytes that autograd may hold of the weights' gradients at any one time; then None.
-        before_longer: Called before a later one, if these have become more with another model, with the
-            difference; None: that does not matter.
         in_inference: Called before that, with False when a module is entered in a call without autograd,
             and with True when an outermost call has ended; it may set the account's limit. Then None.
     """
@@ -90,9 +88,6 @@ class WeightStreamer:
         self._adding = threading.RLock()
         self._has_cast_cache = self._are_casts_cached = False
         self.before_training: Callable[[int], None] | None = None
-        self.before_longer: Callable[[int], None] | None = None
-        self._has_new = False
-        self._told_bytes = 0
         self.in_inference: Callable[[bool], None] | None = None
         account.yield_by(self._eviction.give_way)
 
@@ -126,7 +121,6 @@ class WeightStreamer:
             self._table.update_memory = None
         with paused_holders():  # which look at once for what this session gives to gradients
             self._table.add(homes, self._keeper)
-        self._has_new = self._has_new or bool(homes)
         for module in compiled_in_place(model):
             self._compiled.append(CompiledCall(module, self.enter, self.leave))
 
@@ -144,8 +138,6 @@ class WeightStreamer:
             self._has_cast_cache = _has_cast_cache()
             if is_training and self.before_training is not None:
                 self._begin_training()
-            elif is_training and self._has_new:
-                self._expect_longer()
             with self._table.wake:
                 self._table.begin_pass(None if is_training else id(module))
         self._look_in_inference()
@@ -226,22 +218,12 @@ class WeightStreamer:
             self.before_training = self.in_inference = None
         if before is None:  # another thread has begun
             return
-        self._has_new, self._told_bytes = False, self._gradient_bytes()
         try:
-            before(self._told_bytes)
+            before(self._gradient_bytes())
         except BaseException:
             self.before_training, self.in_inference = before, look
             raise
         self._keep_to_limit()
-
-    def _expect_longer(self) -> None:
-        """Make room for the gradients of longer weights than there were in the calls before."""
-        with self._adding:
-            more = self._gradient_bytes() - self._told_bytes
-            self._has_new, self._told_bytes = False, self._told_bytes + max(0, more)
-        if more > 0 and self.before_longer is not None:
-            self.before_longer(more)
-            self._keep_to_limit()
 
     def _gradient_bytes(self) -> int:
         """Return the length of three gradients of the longest trained weight.
@@ -413,7 +395,7 @@ class WeightStreamer:
         Raises:
             TransferError: Others could not be written; they are ordinary parameters in memory now.
         """
-        self.before_training = self.before_longer = self.in_inference = None
+        self.before_training = self.in_inference = None
         if self._table.guard.in_child:
             return  # the weights are the parent's
         with paused_holders():
