@@ -48,7 +48,12 @@ from penstock.runtime.inspection import SessionState, tier_state
 from penstock.runtime.loader_demand import LoaderReads, Loaders
 from penstock.runtime.planner import Planner, PlannerSettings
 from penstock.runtime.probe import Meeting
-from penstock.runtime.session_accounts import SessionAccounts, check_weights, kept_note
+from penstock.runtime.session_accounts import (
+    SessionAccounts,
+    check_weights,
+    finds_limits_of,
+    kept_note,
+)
 from penstock.runtime.stores import Stores, check_device_codec, ranks_on_flash
 from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
@@ -137,8 +142,9 @@ class Session:
         self._holdings: HoldingsSample | None = None
         self._suggested: tuple[Profile | None, Suggestion | None] = (None, None)
         self._device = _device_named(config.device) if config.device else _device_of(model)
-        self.config = config.on(self._device.type)
-        self._kept_note = kept_note(config, self._device.type)
+        finds_limits = finds_limits_of(config, has_plan=plan is not None)
+        self.config = config.on(self._device.type, finds_limits=finds_limits)
+        self._kept_note = kept_note(config, self.config, self._device.type)
         config = self.config
         if config.weights != "keep":
             check_weights(config, self._device)
@@ -413,8 +419,12 @@ class Session:
 
     @property
     def limits_gradients(self) -> bool:
-        """True if the limit of memory is also that of gradients of weights at home, which wait."""
-        return self._accounts is not None and self._accounts.updates is not None
+        """True if the limit of memory is also that of gradients of weights at home, which wait.
+
+        Not with several ranks: gradients that DistributedDataParallel averages are not the session's.
+        """
+        is_limited = self._accounts is not None and self._accounts.updates is not None
+        return is_limited and self._rank is None
 
     def _division(self) -> MemoryDivision:
         """Return how memory is divided between weights and saved tensors once a step is known."""

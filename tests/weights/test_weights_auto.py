@@ -1,5 +1,7 @@
 """Where weights rest if ``weights="auto"`` leaves it to the other settings."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,10 +44,12 @@ def trained(steps, after=lambda: None, **options):
         ("cpu", {"flash": "."}, "keep"),
         ("cpu", {"host_memory": "8MiB", "memory": "8MiB"}, "keep"),
         ("cpu", {}, "keep"),
-        ("cuda", {"flash": "."}, "flash"),
+        ("cuda", {"flash": ".", "memory": "8MiB"}, "flash"),
         ("cuda", {"flash": ".", "host_memory": "8MiB", "device": "cuda"}, "flash"),
         ("cuda", {"host_memory": "8MiB"}, "host"),
         ("cuda", {"memory": "8MiB", "host_memory": "4MiB"}, "host"),
+        ("cuda", {"flash": "."}, "keep"),
+        ("cuda", {"flash": ".", "memory": "8MiB", "host_memory": 0}, "keep"),
         ("cuda", {}, "keep"),
         ("mps", {"flash": ".", "host_memory": "8MiB"}, "keep"),
     ],
@@ -55,6 +59,12 @@ def test_the_other_settings_say_where_weights_rest(device, settings, weights):
     assert asked.on(device).weights == weights
     named = OffloadConfig(weights="host", host_memory="1MiB")
     assert named.on(device) is named
+
+
+def test_limits_of_a_device_that_are_not_found_must_be_given():
+    asked = OffloadConfig(weights="auto", host_memory="8MiB", policy="keep")
+    assert asked.on("cuda", finds_limits=False).weights == "keep"
+    assert replace(asked, weights_memory="4MiB").on("cuda", finds_limits=False).weights == "host"
 
 
 def test_weights_with_a_directory_and_a_limit_rest_on_flash(tmp_path):
@@ -86,6 +96,15 @@ def test_the_summary_says_why_they_stay_in_memory(tmp_path):
     )
 
 
-def test_limits_that_nothing_can_keep_are_refused():
-    with pytest.raises(ConfigError, match="weights_memory is set, but weights is 'keep'"):
-        penstock.offload(weights="auto", weights_memory="8MiB")
+def test_a_limit_of_weights_says_nothing_where_they_stay():
+    with penstock.offload(weights="auto", weights_memory="8MiB") as session:
+        assert (session.config.weights, session.config.weights_memory) == ("keep", None)
+        assert any(each.startswith("weights='auto'") for each in session.summary().notes)
+
+
+def test_a_model_cannot_move_to_a_device_where_its_weights_have_no_place():
+    asked = OffloadConfig(weights="auto", device="cuda")
+    with pytest.raises(
+        ConfigError, match=r"device is set, but weights='auto' finds no place .*host_memory"
+    ):
+        asked.on("cuda")

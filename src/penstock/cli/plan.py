@@ -214,8 +214,6 @@ def execute(options: argparse.Namespace) -> int | Callable[[], int]:
     if options.from_deepspeed is not None:
         _refuse_others(options)
         return int(_of("deepspeed_config").execute(options))
-    if options.weights == "auto":  # all of memory is a limit, so a session would choose it, too
-        options.weights = "flash"
     _refuse_limits(options)
     if options.script is not None:
         made: Callable[[], int] = _of("plan_script").planned_script(options)

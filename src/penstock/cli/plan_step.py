@@ -180,13 +180,14 @@ def _gradient_memory(options: argparse.Namespace, recorded: RecordedStep | None)
     if options.weights == "keep":
         return UNLIMITED
     # a session on the CPU whose one limit is that of all memory limits gradients as well
-    return None if recorded.is_cpu and options.weights_memory is None else 0
+    is_limited = recorded.is_cpu and options.weights_memory is None and options.ranks in {None, 1}
+    return None if is_limited else 0
 
 
 def _weights_on_host(options: argparse.Namespace, device: str) -> bool | None:
     """Return a value of ``StepRequest.weights_on_host``. Raises ConfigError if they are there already."""
     if options.weights != "host":
-        is_given = options.weights == "flash" and options.host_memory is not None
+        is_given = options.weights in {"flash", "auto"} and options.host_memory is not None
         return None if is_given and device != "cpu" else False
     if device == "cpu":
         raise ConfigError(

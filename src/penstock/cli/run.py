@@ -180,8 +180,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         type=size,
         help="with --optimizer-state flash: memory for gradients; the rest is offloaded to flash"
-        " (default: no limit; with --weights flash on a CPU, --memory and no --weights-memory: what is"
-        " left of that; otherwise with weights that rest: 0)",
+        " (default: no limit; with --weights flash on a CPU, one process, --memory and no"
+        " --weights-memory: what is left of that; otherwise with weights that rest: 0)",
     )
     made.add_argument(
         "--state",

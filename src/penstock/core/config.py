@@ -201,22 +201,49 @@ class OffloadConfig:
         """True if there is a tier to offload to."""
         return bool(self.directories) or self.host_bytes > 0
 
-    def on(self, device: str) -> Self:
+    def on(self, device: str, *, finds_limits: bool = True) -> Self:
         """Return the settings of a session, with the place of weights that ``"auto"`` means there.
 
         Args:
             device: Type of the device that the session works on.
-        """
-        return self if self.weights != "auto" else replace(self, weights=self._place_on(device))
+            finds_limits: True if it may find limits that are not set.
 
-    def _place_on(self, device: str) -> str:
+        Raises:
+            ConfigError: There is no place, and ``device`` needs one.
+        """
+        if self.weights != "auto":
+            return self
+        place = self._place_on(device, finds_limits)
+        if place != "keep":
+            return replace(self, weights=place)
+        if self.device is not None:
+            raise ConfigError(
+                "device is set, but weights='auto' finds no place for weights:"
+                f" {self.place_missing(device)}"
+            )
+        return replace(self, weights=place, weights_memory=None)
+
+    def place_missing(self, device: str) -> str:
+        """Return what is missing for weights to rest elsewhere, as the end of a sentence."""
+        return {
+            "cpu": "they would rest on flash with a directory there (flash) and a limit (memory)",
+            "cuda": "they would rest elsewhere with host_memory, or with a directory on flash and either"
+            " host_memory or memory; with policy='keep', or a plan of your own, with weights_memory too",
+        }.get(device, f"on {device} they cannot rest elsewhere")
+
+    def _place_on(self, device: str, finds_limits: bool) -> str:
         if device == "cpu":
             is_limited = self.memory is not None or self.weights_memory is not None
             return "flash" if self.directories and is_limited else "keep"
-        if device != "cuda":
+        # all that leaves a device passes through host memory, of which a session takes a part of memory
+        has_host = self.host_bytes > 0 or (self.memory is not None and self.host_memory is None)
+        if (
+            device != "cuda"
+            or not has_host
+            or not (finds_limits or self.weights_memory is not None)
+        ):
             return "keep"
-        has_host_memory = self.host_bytes > 0 or self.memory is not None
-        return "flash" if self.directories else "host" if has_host_memory else "keep"
+        return "flash" if self.directories else "host"
 
     @property
     def device_bytes(self) -> int:

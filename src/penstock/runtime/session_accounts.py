@@ -80,7 +80,7 @@ class SessionAccounts:
         self._shared: Account | None = None
         self.weights: Account | None = None
         self.updates: UpdateMemory | None = None
-        self.may_find_limits = not has_plan and config.policy != "keep"
+        self.may_find_limits = finds_limits_of(config, has_plan=has_plan)
         self.process = MemoryLimit(config, recorder)
 
     def open(self) -> OffloadConfig:
@@ -228,17 +228,19 @@ def check_weights(config: OffloadConfig, device: torch.device) -> None:
         )
 
 
-def kept_note(config: OffloadConfig, device: str) -> tuple[str, ...]:
+def finds_limits_of(config: OffloadConfig, *, has_plan: bool) -> bool:
+    """Return whether limits of memory may be found: no plan or policy forbids it."""
+    return not has_plan and config.policy != "keep"
+
+
+def kept_note(asked: OffloadConfig, config: OffloadConfig, device: str) -> tuple[str, ...]:
     """Return a sentence for the summary if the weights stay in memory although they were to rest.
 
     Args:
-        config: Settings as the user has given them.
+        asked: Settings as the user has given them.
+        config: Those of the session.
         device: Type of the device that the session works on.
     """
-    if config.weights != "auto" or config.on(device).weights != "keep":
+    if asked.weights != "auto" or config.weights != "keep":
         return ()
-    missing = {
-        "cpu": "they would rest on flash with a directory there (flash) and a limit (memory)",
-        "cuda": "they would rest elsewhere with a directory on flash (flash), or with host_memory",
-    }.get(device, f"on {device} they cannot rest elsewhere")
-    return (f"weights='auto': weights stay in memory; {missing}",)
+    return (f"weights='auto': weights stay in memory; {asked.place_missing(device)}",)

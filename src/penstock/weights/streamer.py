@@ -445,9 +445,7 @@ class WeightStreamer:
         self._table.by_home.clear()
         self._table.by_storage.clear()
         self._table.memory.close()
-        _warn_of_unwritten(not_back)
-        if failure is not None:
-            raise failure
+        _tell(not_back, failure)
 
     def _give_back(self, stay: Stay) -> list[BaseException | None]:
         """Let a weight that is at home rest where it rests outside of the session; return any error."""
@@ -489,6 +487,15 @@ class WeightStreamer:
         return None
 
 
+def _tell(not_back: Sequence[BaseException | None], failure: BaseException | None) -> None:
+    """Warn of what could not be written, and raise what failed, also where warnings are errors."""
+    try:
+        _warn_of_unwritten(not_back)
+    finally:
+        if failure is not None:
+            raise failure
+
+
 def _warn_of_unwritten(failures: Sequence[BaseException | None]) -> None:
     """Warn of weights that rest no more, as they could not be written; None: no error of its own.
 
@@ -498,7 +505,7 @@ def _warn_of_unwritten(failures: Sequence[BaseException | None]) -> None:
     known = next(filter(None, failed), None)
     if known is not None:
         more = f"; so it is with {len(failed) - 1} more" if len(failed) > 1 else ""
-        warnings.warn(f"{known}{more}", PenstockWarning, stacklevel=4)
+        warnings.warn(f"{known}{more}", PenstockWarning, stacklevel=5)
 
 
 def _has_cast_cache() -> bool:
