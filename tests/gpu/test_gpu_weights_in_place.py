@@ -271,14 +271,22 @@ def test_a_model_that_accelerate_has_offloaded_rests_in_host_memory(tmp_path):
     assert_same(state_of(model), state_of(plain))
 
 
-def test_where_it_does_not_fit_in_host_memory_nothing_was_taken_over(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "elsewhere", [{"in_memory": ("base.0",)}, {"on_device": ("base.0", "base.1")}]
+)
+def test_where_it_does_not_fit_in_host_memory_nothing_was_taken_over(
+    elsewhere, tmp_path, monkeypatch
+):
     monkeypatch.setattr(CudaMover, "free_pinned_bytes", property(lambda _: 3 * WEIGHT_BYTES))
-    model = dispatched(built, tmp_path / "offloaded", in_memory=("base.0",))
+    model = dispatched(built, tmp_path / "offloaded", **elsewhere)
     needed = DEPTH * WEIGHT_BYTES
     with pytest.raises(NoSpaceError, match=rf"{needed} bytes\).*by at least {needed // 2} bytes"):
         relocated(model, tmp_path, weights="host").open()
     assert all("_hf_hook" in module.__dict__ for module in model.modules())
-    assert all(each.is_meta for each in model.parameters())
+    on_device = elsewhere.get("on_device", ())
+    kept = [name for name, each in model.named_parameters() if not each.is_meta]
+    assert all(name.startswith(on_device) for name in kept)
+    assert bool(kept) == bool(on_device)
 
 
 @pytest.mark.parametrize("place", ["flash", "host"])

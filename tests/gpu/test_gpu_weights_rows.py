@@ -257,3 +257,30 @@ def test_whoever_needs_the_weight_meanwhile_waits_until_the_device_has_its_comma
             found = bits(model(words()[0]))
         other.join(60)
     assert_same([found, *brought], [bits(plain(words()[0])), True])
+
+
+def test_a_hook_may_need_the_weight_whose_rows_are_looked_up(tmp_path):
+    plain, model = built(Words), built(Words)
+    seen = []
+    with on_flash(model, tmp_path):
+        state = model.state_dict()
+
+        def pack(saved):
+            if not seen:
+                seen.append(bits(state["embedding.weight"].clone()))
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            found = bits(model(words()[0]))
+    assert_same([found, *seen], [bits(plain(words()[0])), bits(plain.embedding.weight)])
+
+
+def test_rows_are_looked_up_by_vmap(tmp_path):
+    plain, model = built(Words), built(Words)
+    indices = words()[0].reshape(-1, 1)
+    with on_flash(model, tmp_path):
+        found, expected = (
+            torch.func.vmap(lambda each, of=of: F.embedding(each, of.embedding.weight))(indices)
+            for of in (model, plain)
+        )
+        assert_same(bits(found), bits(expected))

@@ -22,6 +22,7 @@ from penstock.observe.clients import WEIGHTS
 from penstock.observe.events import Stage
 from penstock.optim import FlashAdamW
 from penstock.runtime.cuda.link import CudaLink
+from penstock.weights import homes
 from penstock.weights.host_places import HOST_WEIGHTS
 from tensor_parallel_rig import CHANGES, mesh_of_one, parallel
 from weights_rig import assert_same
@@ -235,3 +236,22 @@ def test_a_model_on_the_host_is_sharded_on_the_device_before(tmp_path):
         ):
             pass
         assert all(home_of(each) is None for each in model.parameters())
+
+
+def test_no_thread_sees_other_strides_than_those_of_the_values(mesh, tmp_path, monkeypatch):
+    """An optimizer compares them while another thread may send the weight home."""
+    model = words(mesh)
+    part, seen, exchange = model.up.weight._local_tensor, [], homes.show
+    strides = part.stride()
+
+    def show(parameter, data, kind):
+        exchange(parameter, data, kind)
+        if parameter is model.up.weight:
+            seen.append(part.stride())
+
+    monkeypatch.setattr(homes, "show", show)
+    with session_of(model, tmp_path, limit=10 * WEIGHT_BYTES), torch.no_grad():
+        for _ in range(2):  # words and the other layer take its room
+            model(torch.tensor([1, 2], device=DEVICE))
+    assert len(seen) > 2
+    assert set(seen) == {strides}

@@ -20,6 +20,7 @@ from weights_rig import (
     WIDTH,
     Chain,
     assert_same,
+    bits,
     built,
     homes_of,
     inputs,
@@ -109,6 +110,15 @@ def test_only_some_modules_are_on_disk(disk_path):
     model.scale = built(Mixed).scale
     weights.load(model, folder, directory=disk_path, floor=FLOOR)
     assert_clean(model)
+    assert_same(state_of(model), state_of(plain))
+
+
+@pytest.mark.parametrize("in_memory", [(), ("layers.0",)])
+def test_a_model_within_another_has_its_weights_in_the_files_by_shorter_names(in_memory, disk_path):
+    plain = nn.Sequential(built(Mixed))
+    model = nn.Sequential(dispatched(Mixed, disk_path / "offloaded", in_memory=in_memory))
+    with on_flash(model, disk_path, limit=LIMIT):
+        assert_same(bits(model(inputs(1)[0])), bits(plain(inputs(1)[0])))
     assert_same(state_of(model), state_of(plain))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -154,11 +155,13 @@ class WeightKeeper:
             if not stay.is_away:
                 return None
             stay.at_home += 1
+            stay.looking.append(get_ident())
         try:
             return embedding(indices.cpu(), home.values), embed()
         finally:
             with self._table.wake:
                 stay.at_home -= 1
+                stay.looking.remove(get_ident())
                 self._table.wake.notify_all()
 
     def lent(self, home: Home) -> None:

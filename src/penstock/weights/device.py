@@ -68,13 +68,13 @@ class DeviceHome(Home):
         return like.device
 
     def rest(self) -> None:
-        """See :class:`Home`; the local tensor of a DTensor then still tells of its strides."""
-        super().rest()
+        """See :class:`Home`; the local tensor of a DTensor still always tells of its strides."""
         parameter = self.parameter
         if parameter is not None and self.is_part and not self.is_gathered:
             local = local_of(parameter)
             settle(local, self)
             local.__class__ = RestingPart
+        super().rest()
 
     @property
     def layout(self) -> Tensor:

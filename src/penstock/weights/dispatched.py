@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from torch import Tensor
@@ -73,10 +74,11 @@ def files_of(model: Module) -> list[WeightFile]:
         TransferError: A file cannot be read.
     """
     found: dict[str, WeightFile] = {}
-    for _, values in _maps_of(model):
+    for path, values in _maps_of(model):
         if getattr(values, "index", None):
             for file in read_offloaded(str(values.save_folder or ""), values.index):
-                found[file.path] = file
+                named = tuple(replace(each, name=path + each.name) for each in file.tensors)
+                found[file.path] = replace(file, tensors=named)
     return list(found.values())
 
 

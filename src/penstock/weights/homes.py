@@ -30,7 +30,7 @@ from penstock.core import knobs
 from penstock.core.errors import NoSpaceError, PenstockWarning
 from penstock.core.fs import check_space
 from penstock.core.units import format_bytes, round_up
-from penstock.homed import UpdateMemory, is_sharded, local_of, move_out, settle, use_count
+from penstock.homed import UpdateMemory, home_of, is_sharded, local_of, move_out, settle, use_count
 from penstock.io.engine import Priority, Transfer
 from penstock.io.files import DirectFile
 from penstock.io.mapping import advise_random, map_files, memory_at
@@ -749,7 +749,7 @@ def show(parameter: Parameter, data: Tensor, kind: type[Any]) -> None:
     local = local_of(parameter)
     with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
         Tensor.data.__set__(local, data)  # type: ignore[attr-defined]
-    if type(local) is RestingPart:
+    if type(local) is RestingPart and data is not cast(Home, home_of(local)).resting:
         move_out(local)
         cast(Any, local).__class__ = Tensor
     parameter.__class__ = kind

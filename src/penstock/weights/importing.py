@@ -234,7 +234,7 @@ def _match(
         ),
     ]
     if problems:
-        where = f"in {files[0].path!r}" if files else "that accelerate has in memory"
+        where = f"in {files[0].path!r}" if files else "that accelerate has in memory or on disk"
         raise MismatchError(
             f"the weights {where} are not those of this model: {'; '.join(problems)}"
         )
@@ -336,12 +336,16 @@ class _Loading:
                         " or put another such module, constructed on the CPU, in its place before"
                     )
         done: set[int] = set()
-        if self._places is None or self._files is not None:
+        is_on_host = self._places is not None and self._files is None
+        if not is_on_host:
             # of tied ones one name is in place
             done = {id(targets[name]) for name in self._in_place} | self._made.keys()
         new: list[tuple[str, Parameter]] = []
         for name, target in targets.items():
-            if not (isinstance(target, Parameter) and target.is_meta and self._is_large(target)):
+            if not (isinstance(target, Parameter) and self._is_large(target)):
+                continue
+            # what is on the device moves to host memory, too, where that is the place
+            if not (target.is_meta or (is_on_host and target.is_cuda)):
                 continue
             if id(target) in done:
                 continue

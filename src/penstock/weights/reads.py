@@ -95,10 +95,11 @@ class WeightReads:
                     stay.show_busy()
                     return
                 is_gone = stay.home.parameter is None  # the program has dropped it
-                if stay.at_home and not (is_gone or stay.home.is_mapped):
+                at_home = stay.others_at_home
+                if at_home and not (is_gone or stay.home.is_mapped):
                     self._table.wake.wait()
                     continue
-                if stay.coming is None and (is_gone or stay.at_home or stay.home.is_lent):
+                if stay.coming is None and (is_gone or at_home or stay.home.is_lent):
                     stay.at_home += 1
                     stay.show_busy()
                     return

@@ -366,6 +366,8 @@ def _embedded(indices: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor
     home = _home_of(weight) if type(weight) is RestingParameter else None
     if home is None or home.is_mapped or args or kwargs.get("max_norm") is not None:
         return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(indices):
+        return None  # no rows of their own
 
     def embed() -> Tensor:
         with _no_function():
@@ -452,6 +454,8 @@ def aliases(result: Any, tensor: Tensor) -> bool:
     if isinstance(result, Tensor):
         if result.layout != torch.strided or result.device != tensor.device:
             return False
+        while torch._C._functorch.is_functorch_wrapped_tensor(result):
+            result = torch._C._functorch.get_unwrapped(result)
         mine, its = local_of(tensor).untyped_storage(), local_of(result).untyped_storage()
         return bool(mine._cdata == its._cdata)
     if isinstance(result, list | tuple):

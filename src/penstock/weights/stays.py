@@ -23,6 +23,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from threading import get_ident
 from typing import Any, Final, cast
 
 import torch
@@ -67,12 +68,13 @@ class Stay:
         stays: True if it is to stay from its last use to the next one.
         at_home: Users of both kinds that work with the mapping: no read begins meanwhile. If the
             parameter is elsewhere, those that look up rows there; who needs the weight waits for them.
+        looking: Threads of those that look up rows.
         is_addressed: True if it stays in memory, at an address that somebody knows.
     """
 
     __slots__ = (
-        *("at_home", "block", "coming", "dirty", "home", "index", "own_uses", "pins"),
-        *("address", "is_addressed", "stays", "storage", "touching", "version", "writing"),
+        *("at_home", "block", "coming", "dirty", "home", "index", "looking", "own_uses"),
+        *("pins", "address", "is_addressed", "stays", "storage", "touching", "version", "writing"),
     )
 
     def __init__(self, index: int, home: Home) -> None:
@@ -95,6 +97,7 @@ class Stay:
         self.stays = False
         self.touching = 0
         self.at_home = 0
+        self.looking: list[int] = []
         self.address = 0
         self.is_addressed = False
 
@@ -115,6 +118,11 @@ class Stay:
     def is_away(self) -> bool:
         """True if it is neither in memory nor on its way there."""
         return self.storage is None and self.coming is None
+
+    @property
+    def others_at_home(self) -> int:
+        """``at_home`` but for this thread, which looks rows up and runs a hook or a handler meanwhile."""
+        return self.at_home - self.looking.count(get_ident())
 
     @property
     def must_stay(self) -> bool:
