@@ -226,32 +226,6 @@ def test_a_refusal_changes_nothing():
     held.free()
 
 
-def test_what_was_refused_is_not_looked_for_again_until_something_changed(monkeypatch):
-    budget = Account(8 * MIB)
-    arena = Arena(32 * MIB, account=budget)
-    blocks = [arena.allocate(2 * MIB) for _ in range(4)]
-    looked, look = [], Arena._cheapest_place
-    monkeypatch.setattr(Arena, "_cheapest_place", lambda *args: looked.append(args) or look(*args))
-    assert arena.allocate(2 * MIB) is None
-    for nbytes, alignment in ((2 * MIB, 4096), (3 * MIB, 4096), (2 * MIB, PAGE)):
-        assert arena.allocate(nbytes, alignment=alignment) is None
-    assert len(looked) == 1
-    assert arena.allocate(MIB) is None  # less might fit
-    assert len(looked) == 2
-    blocks.pop().free()
-    assert arena.trim() == 2 * MIB
-    assert budget.try_take(2 * MIB, "other")
-    assert arena.allocate(2 * MIB) is None
-    budget.free(2 * MIB, "other")
-    blocks.append(arena.allocate(2 * MIB))
-    assert blocks[-1] is not None
-    assert arena.allocate(2 * MIB) is None
-    budget.limit_bytes += 2 * MIB
-    assert arena.allocate(2 * MIB) is not None
-    assert arena.allocate(2 * MIB) is None
-    assert arena.allocate(2 * MIB, force=True) is not None
-
-
 @pytest.fixture
 def cannot_move(monkeypatch):
     """As on kernels before 5.7."""
@@ -716,15 +690,6 @@ SIZES = st.one_of(
 )
 
 
-def fits(arena, nbytes, alignment):
-    """Whether the arena would find a place now, whatever it has refused before."""
-    place = arena._cheapest_place(nbytes, alignment)
-    if place is None:
-        return False
-    pages = range(place // PAGE, -(-(place + nbytes) // PAGE))
-    return arena._can_add(arena._cold_bytes(pages), pages, arena.account.free_bytes)
-
-
 class ArenaMachine(RuleBasedStateMachine):
     """Every block is filled with its own number, which must stay; the budget must never break."""
 
@@ -749,7 +714,6 @@ class ArenaMachine(RuleBasedStateMachine):
         block = self.arena.allocate(nbytes, alignment=alignment)
         if block is None:
             assert warm < nbytes + alignment
-            assert not fits(self.arena, nbytes, alignment)  # not even if it looks anew
             return
         assert block.address % alignment == 0
         fill(block, self.next % 256)

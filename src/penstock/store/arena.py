@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import ClosedError, ConfigError
@@ -31,22 +31,6 @@ _LATEST_WEIGHT: Final = 0.25
 """Weight of the latest sample in the running mean of the time of a first touch."""
 _MAX_PAGES_TO_MOVE: Final = 8192
 """Most resident pages with which pages are moved, because each may then become a separate mapping."""
-
-
-class _Wanted(NamedTuple):
-    """A block, and the bytes that the account has free then."""
-
-    nbytes: int
-    alignment: int
-    free_bytes: int
-
-    def covers(self, other: _Wanted) -> bool:
-        """Return whether the other one is no easier to have, if no block was freed meanwhile."""
-        return (
-            other.nbytes >= self.nbytes
-            and other.alignment >= self.alignment
-            and other.free_bytes <= self.free_bytes
-        )
 
 
 class Arena(Pool):
@@ -86,7 +70,6 @@ class Arena(Pool):
             numa.prefer(self.address, self.capacity_bytes, node)
         self._closed = False
         self._pretouched = False
-        self._refused: _Wanted | None = None  # since the last block was freed
         self._touched = bytearray(-(-self.capacity_bytes // HUGE_PAGE_BYTES))
         self._space = ExtentAllocator(self.capacity_bytes)  # free ranges, touched or not
         self._warm = ExtentAllocator(self.capacity_bytes)  # free ranges that are touched
@@ -103,25 +86,19 @@ class Arena(Pool):
         """Prefer touched memory; only if none fits in one piece, add pages, as few as possible.
 
         These are idle ones from elsewhere, and new ones. If the account refuses the new ones, idle pages
-        are freed in exchange. To look for all that takes long, and who reads ahead asks at each use of a
-        weight: so it is not done again until a block was freed, or less is wanted than was refused.
+        are freed in exchange.
         """
         with self._lock:
             self._check_open()
             cost = 0
             offset = self._warm.allocate(nbytes, alignment)
             if offset is None:
-                wanted = _Wanted(nbytes, alignment, self.account.free_bytes)
-                if not force and self._refused is not None and self._refused.covers(wanted):
-                    return None
                 offset = self._cheapest_place(nbytes, alignment)
                 if offset is None:
-                    self._refused = wanted
                     return None
                 grown = _pages(offset, nbytes)
                 cost = self._cold_bytes(grown)
-                if not (force or self._can_add(cost, grown, wanted.free_bytes)):
-                    self._refused = wanted
+                if not (force or self._can_add(cost, grown)):
                     return None
                 cost -= self._move_pages(grown)
                 if not self._add_pages(grown, cost, force=force):
@@ -186,7 +163,6 @@ class Arena(Pool):
     # -- for blocks -------------------------------------------------------------------------------
 
     def _release(self, block: Block) -> int:
-        self._refused = None
         self._space.free(block.place, block.nbytes)
         self._warm.free(block.place, block.nbytes)
         if not self._closed:
@@ -234,7 +210,8 @@ class Arena(Pool):
         self._touched_bytes += cost
         return True
 
-    def _can_add(self, cost: int, wanted: range, free: int) -> bool:
+    def _can_add(self, cost: int, wanted: range) -> bool:
+        free = self.account.free_bytes
         return cost <= free or cost <= free + self._idle_bytes(wanted)
 
     def _charge(self, cost: int, wanted: range) -> bool:
