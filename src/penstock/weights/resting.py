@@ -162,7 +162,8 @@ class RestingHome(Protocol):
 
         Args:
             indices: Integers, of any shape, on any device.
-            embed: Works with the parameter as it rests: until it returns, nobody brings the values.
+            embed: Works with the parameter as it rests: until it returns, no other thread brings the
+                values.
 
         Returns:
             A row for each index, in host memory, and what ``embed`` returned; None if the values are in
