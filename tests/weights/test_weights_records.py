@@ -66,10 +66,10 @@ def test_records_stay_in_what_is_left_until_others_need_it(disk_path, overlap):
         held = memory.used_by("optimizer")
         assert held >= 2 * DEPTH * MIB
         others = memory.child("others")
-        missing = memory.free_bytes + 3 * RECORD
-        assert others.make_room(missing)
-        assert others.try_take(missing, "others")
-        assert held - memory.used_by("optimizer") >= 3 * RECORD
+        while held - memory.used_by("optimizer") < 3 * RECORD:  # others may free theirs meanwhile
+            missing = memory.free_bytes + 3 * RECORD
+            assert others.make_room(missing)
+            assert others.try_take(missing, "others")
         assert optimizer._penstock.pipeline.give_way(0) == 0  # none is retiring any more
         found += [train_step(model, optimizer, x) for x in data[6:]]
         land(optimizer)
