@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import penstock
 from penstock.runtime import rank_store
+from penstock.runtime.job_ranks import JobRanks
 from rank_runs import end_ranks, start_ranks
 
 PROGRAM = Path(__file__).with_name("rank_session_program.py")
@@ -85,9 +85,9 @@ def test_ranks_of_two_agents_on_machines_of_one_name_meet_those_of_their_own(mon
         numbers = {"RANK": number, "LOCAL_RANK": number % 2, "GROUP_RANK": agent}
         for name, value in {**numbers, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
             monkeypatch.setenv(name, str(value))
-        session = penstock.offload(policy="keep")
-        session._ranks = rank_store.RankStore(shared, number, 4, session=0)
-        meetings.append(session._local_ranks())
+        ranks = JobRanks()
+        ranks._store = rank_store.RankStore(shared, number, 4, session=0)
+        meetings.append(ranks.meeting())
     threads = [threading.Thread(target=each.meet) for each in meetings]
     threads[0].start()
     threads[2].start()

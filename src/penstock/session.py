@@ -3,57 +3,48 @@
 from __future__ import annotations
 
 import importlib
-import itertools
-import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
-from penstock.core.config import UNLIMITED, OffloadConfig
+from penstock.core.config import OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
 from penstock.core.interrupts import LostInterrupts
 from penstock.core.process import call_in_child
 from penstock.core.ranks import (
-    local_processes,
-    local_rank,
     path_of_rank,
-    rank,
-    world_size,
 )
-from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.boundaries import task_id
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.clients import close_account, open_account
-from penstock.observe.counters import REFUSED, SESSION
+from penstock.observe.counters import SESSION
 from penstock.observe.events import StallCause
 from penstock.observe.recorder import Recorder
-from penstock.observe.suggestion import Suggestion
 from penstock.plan.machine import Budgets, Machine
-from penstock.plan.plan import INFEASIBLE, TIGHT, Action, Plan
+from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 from penstock.runtime import user_plan
-from penstock.runtime.allowance import DeviceAllowance, FoundAllowance
 from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
 from penstock.runtime.first_limits import FirstLimits
 from penstock.runtime.inspection import SessionState, tier_state
+from penstock.runtime.job_ranks import JobRanks
 from penstock.runtime.loader_demand import LoaderReads, Loaders
 from penstock.runtime.planner import Planner, PlannerSettings
-from penstock.runtime.probe import Meeting
 from penstock.runtime.session_accounts import (
     SessionAccounts,
     check_weights,
     finds_limits_of,
     kept_note,
 )
+from penstock.runtime.session_report import SessionReport
 from penstock.runtime.stores import Stores, check_device_codec, ranks_on_flash
 from penstock.store.account import Account, host_account
 from penstock.store.base import Tier
@@ -74,8 +65,6 @@ if TYPE_CHECKING:
     from penstock.weights.script_models import ScriptModels
     from penstock.weights.streamer import WeightStreamer
 
-_numbers = itertools.count()
-"""Numbers of the sessions of this process."""
 _open: list[Session] = []
 """The open session of this process, if there is one. This reference keeps it alive until it is closed."""
 
@@ -140,7 +129,6 @@ class Session:
         self._interrupts = LostInterrupts()
         self._rss: RssSampler | None = None
         self._holdings: HoldingsSample | None = None
-        self._suggested: tuple[Profile | None, Suggestion | None] = (None, None)
         self._device = _device_named(config.device) if config.device else _device_of(model)
         finds_limits = finds_limits_of(config, has_plan=plan is not None)
         self.config = config.on(self._device.type, finds_limits=finds_limits)
@@ -148,10 +136,7 @@ class Session:
         config = self.config
         if config.weights != "keep":
             check_weights(config, self._device)
-        self._rank = rank()
-        self._number = 0
-        self._ranks: RankStore | None = None
-        self._rank_notes: tuple[str, ...] = ()
+        self._ranks = JobRanks()
         self.recorder = Recorder(event_bytes=event_bytes)
 
     # -- opening and closing ------------------------------------------------------------------
@@ -272,8 +257,7 @@ class Session:
             from penstock.observe.rss import RssSampler  # noqa: PLC0415
 
             self._rss = RssSampler(self.recorder)
-        self._number = next(_numbers)
-        self._find_ranks(by_agent=True)
+        self._ranks.open()
         if config.flash_by_rank:
             share_flash(ranks_on_flash(config))
         open_account(self.recorder, self._waiting)
@@ -300,9 +284,10 @@ class Session:
         allowance = allowance or accounts.device_allowance(self._device, self.budget, stores)
         self._mover = stores.mover
         if self._machine is None:
-            meeting = self._local_ranks()
+            meeting = self._ranks.meeting()
             self._machine = stores.measure(meeting)
-            self._note_meeting(meeting)
+            if config.has_tier:
+                self._ranks.note(meeting)
         self.executor = Executor(
             budget=self.budget,
             tiers=stores.tiers,
@@ -329,6 +314,17 @@ class Session:
             open_codecs=self._open_codecs,
         )
         self.devices.plan_by(self.planner)
+        self._report = SessionReport(
+            config,
+            self._given,
+            device=self._device,
+            recorder=self.recorder,
+            devices=self.devices,
+            planner=self.planner,
+            accounts=accounts,
+            loaders=self._loaders,
+            label=self._ranks.label,
+        )
         if accounts.weights is not None and kind != "cpu":  # with the mover
             self._open_weights()
 
@@ -338,48 +334,6 @@ class Session:
         if not is_training:
             return nullcontext()
         return self.executor.time.waiting(self.recorder, cause, name)
-
-    @property
-    def ranks(self) -> RankStore | None:
-        """The store that the ranks of this job share; None if there is none by now."""
-        if self._ranks is None:
-            self._find_ranks()
-        return self._ranks
-
-    def _find_ranks(self, *, by_agent: bool = False) -> None:
-        """Find the store that the ranks of this job share, if there is one by now."""
-        dist = torch.distributed
-        if (dist.is_available() and dist.is_initialized()) or (self._rank is not None and by_agent):
-            from penstock.runtime.rank_store import RankStore  # noqa: PLC0415  (only for ranks)
-
-            self._ranks = RankStore.find(session=self._number, by_agent=by_agent)
-
-    def _local_ranks(self) -> Meeting:
-        """Return the meeting of the ranks on this machine, which measure bandwidth at once."""
-        ranks = self._ranks
-        if ranks is None:
-            return Meeting()
-        here = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
-        count = local_processes()
-        return Meeting(count, lambda place: ranks.meet(f"{here}/{place}", count))
-
-    def _note_meeting(self, meeting: Meeting) -> None:
-        """Note for the summary how many ranks have measured at once."""
-        if local_processes() == 1 or not self.config.has_tier:
-            return
-        if meeting.ranks > 1:
-            note = f"bandwidth was measured by the {meeting.ranks} ranks on this machine at once"
-        elif self._ranks is None:
-            note = (
-                "bandwidth was measured by this rank alone: no process group was initialised when the"
-                " session was opened"
-            )
-        else:
-            note = (
-                "bandwidth was measured by this rank alone: the others on this machine did not open a"
-                " session within 10 s"
-            )
-        self._rank_notes = (note,)
 
     def _open_weights(self) -> None:
         """Let the weights of models rest elsewhere from now on. Raises ConfigError if they cannot."""
@@ -424,7 +378,7 @@ class Session:
         Not with several ranks: gradients that DistributedDataParallel averages are not the session's.
         """
         is_limited = self._accounts is not None and self._accounts.updates is not None
-        return is_limited and self._rank is None
+        return is_limited and self._ranks.number is None
 
     def _division(self) -> MemoryDivision:
         """Return how memory is divided between weights and saved tensors once a step is known."""
@@ -518,12 +472,12 @@ class Session:
         _open.append(self)
         self.recorder.mark(
             SESSION,
-            policy=self._policy_name,
+            policy=self._report.policy_name,
             device=str(self._device),
-            budget_bytes=self._limit_bytes,
+            budget_bytes=self._report.limit_bytes,
             host_budget_bytes=self.config.host_bytes or None,
             tbw_bytes=self.config.tbw_bytes,
-            **self._label(),
+            **self._ranks.label(),
         )
         self.recorder.begin_step(0)
 
@@ -598,8 +552,7 @@ class Session:
             PenstockWarning: Warnings are errors, and one is pending.
         """
         self._steps += 1
-        if self._ranks is None:
-            self._find_ranks()
+        self._ranks.found()
         self._attachment.protected.refresh()
         assert self._accounts is not None
         self._accounts.process.end_step()
@@ -680,6 +633,11 @@ class Session:
 
         return metrics(self.recorder.snapshot(), self.recorder.steps())
 
+    @property
+    def ranks(self) -> RankStore | None:
+        """The store that the ranks of this job share; None if there is none by now."""
+        return self._ranks.found()
+
     def job_summary(self, *, patience_s: float = 10.0) -> JobSummary:
         """Return the essentials of the summaries of all ranks of the job, as far as they are there.
 
@@ -693,22 +651,7 @@ class Session:
         Raises:
             ClosedError: The session has not been opened.
         """
-        from penstock.observe.job_summary import (  # noqa: PLC0415  (loads rich)
-            RankLine,
-            joined,
-            rank_line,
-        )
-
-        own = rank_line(self.summary())
-        ranks = self._ranks
-        if ranks is None:
-            return joined([own], world_size())
-        self.publish_summary()
-        found = {
-            number: RankLine.from_text(text)
-            for number, text in ranks.collect("summary", patience_s).items()
-        }
-        return joined((found | {own.rank: own}).values(), ranks.world_size)
+        return self._ranks.job_summary(self.summary(), patience_s)
 
     def publish_summary(self) -> bool:
         """Hand the essentials of the summary to the other ranks. Closing does it as well.
@@ -716,11 +659,7 @@ class Session:
         Returns:
             False if this is the only rank, or the others cannot be reached.
         """
-        if self._ranks is None:
-            return False
-        from penstock.observe.job_summary import rank_line  # noqa: PLC0415  (loads rich)
-
-        return self._ranks.publish("summary", rank_line(self.summary()).to_text())
+        return self._ranks.publish(self.summary)
 
     def inspect(self) -> SessionState:
         """Return what the session holds and moves at this moment: slots, transfers, levels, orders.
@@ -790,48 +729,12 @@ class Session:
     # -- private ------------------------------------------------------------------------------
 
     def _facts(self) -> RunFacts:
-        from penstock.observe.summary import RunFacts, SlotFact  # noqa: PLC0415  (loads rich)
-
-        config = self.config
-        slots = tuple(
-            SlotFact(
-                nbytes=decision.key.nbytes,
-                action=str(decision.action),
-                tier=decision.tier,
-                reason=decision.reason,
-            )
-            for plan in self.plans.values()
-            for decision in plan.decisions
-        )
-        suggestion = self._suggestion()
-        assert self._accounts is not None
-        saved_bytes = sum(
-            _saved_bytes(planner)
-            for device, planner in self.devices.planners.items()
-            if device.type == "cpu"
-        )
-        return RunFacts(
-            policy=self._policy_name,
-            device=str(self._device),
-            **self._label(),
-            budget_bytes=self._budget_of(self._device, self.budget),
-            other_budgets=tuple(
-                (each.budget.name, self._budget_of(device, each.budget))
-                for device, each in self.devices.all.items()
-                if each is not self.executor
-            ),
-            host_budget_bytes=config.host_bytes or None,
+        notes = [] if self._weights is None else [self._weights.note()]
+        return self._report.facts(
             steps=self._steps,
-            slots=slots,
-            saved_peak_bytes=self._saved_bytes(),
-            tbw_bytes=config.tbw_bytes,
-            foreseen=self.planner.foreseen,
-            loaders_bytes_per_s=self._loaders.demand_bytes_per_s,
-            loaders_planned_bytes_per_s=self._loaders.planned_bytes_per_s,
-            suggestion=suggestion,
-            notes=self._notes(suggestion),
-            warnings=(*self._attachment.notes, *self._plan_notes()),
-            host=self._accounts.process.use(saved_bytes and saved_bytes + self._moved_bytes()),
+            moved_bytes=self._moved_bytes(),
+            notes=(*self._ranks.notes, *notes, *self._kept_note),
+            warnings=self._attachment.notes,
         )
 
     def _moved_bytes(self) -> int:
@@ -841,110 +744,6 @@ class Session:
             moved_bytes = getattr(optimizer, "moved_bytes", None)
             found += 0 if moved_bytes is None else moved_bytes()
         return found
-
-    def _budget_of(self, device: torch.device, account: Account) -> int | None:
-        """Return the limit that saved tensors had all the time; ``None`` if there was none."""
-        if device.type == "cpu" and self.config.memory_request is not None:  # what others leave
-            return self.config.device_bytes if self.config.device_memory is not None else None
-        return _limit_of(account)
-
-    def _label(self) -> dict[str, Any]:
-        """Return rank, local rank and machine of this process, if there are several."""
-        number = self._rank if self._ranks is None else self._ranks.rank
-        if number is None:
-            return {"rank": None, "local_rank": None, "node": None}
-        return {"rank": number, "local_rank": local_rank(), "node": socket.gethostname()}
-
-    def _plan_notes(self) -> Iterator[str]:
-        """Yield notes on plans, but none on a budget that was never exceeded, or that replays found."""
-        assert self._accounts is not None
-        refused = self.recorder.snapshot().counted(REFUSED)
-        for executor in self.devices.all.values():
-            budget = executor.budget
-            kept_it = not refused and budget.peak_bytes <= budget.limit_bytes
-            for note in executor.orders.notes:
-                is_divided = note.startswith(TIGHT) and self._accounts.divides
-                if not (is_divided or (kept_it and note.startswith(INFEASIBLE))):
-                    yield note if executor is self.executor else f"{budget.name}: {note}"
-
-    def _notes(self, suggestion: Suggestion | None) -> tuple[str, ...]:
-        """Return sentences on the budgets that were found, and advice on others."""
-        assert self._accounts is not None
-        found = [*self._accounts.process.notes, *self._rank_notes]
-        if self._weights is not None:
-            found.append(self._weights.note())
-        found += self._kept_note
-        allowances = (each.allowance for each in self.devices.all.values())
-        found += [
-            str(each) for each in allowances if isinstance(each, FoundAllowance | DeviceAllowance)
-        ]
-        if (
-            self._accounts.finds_limits
-            and not self.executor.allowance
-            and self.executor.time.timer is not None
-        ):
-            found.append(
-                f"device_memory is not set, and torch does not report the memory of {self._device}:"
-                " there is no budget"
-            )
-        return (*found, *self._advice(suggestion))
-
-    def _advice(self, suggestion: Suggestion | None) -> tuple[str, ...]:
-        """Return advice on whether a smaller budget, or the present one, is useful."""
-        limit, saved_bytes = self._limit_bytes, self._saved_bytes()
-        if self.plan is None or not saved_bytes:
-            return ()
-        if limit is None and not self.config.has_tier:
-            return (
-                "to see here what a smaller memory budget would cost, name a directory to offload to:"
-                " flash=DIR, or --flash DIR",
-            )
-        if suggestion is not None and not suggestion.budgets:
-            least = suggestion.least_bytes
-            known = (
-                "the minimum is not known"
-                if least is None
-                else f"the minimum is {format_bytes(least)}"
-            )
-            return (f"these passes need a device budget as large as what autograd saves: {known}",)
-        moves = any(decision.action is not Action.KEEP for decision in self.plan.decisions)
-        if limit is None or saved_bytes > limit or moves:
-            return ()
-        return (
-            f"what autograd saves, {format_bytes(saved_bytes)} at its peak, fits in the budget of"
-            f" {format_bytes(limit)}: offloading it has no benefit",
-        )
-
-    def _suggestion(self) -> Suggestion | None:
-        """Return the predicted costs of budgets if none is set; computed once for each profile."""
-        if self._limit_bytes is not None:
-            return None
-        profile, found = self._suggested
-        if profile is not self.profile:
-            profile = self.profile
-            found = self.executor.orders.suggestion()
-            self._suggested = profile, found
-        if found is None or self._device.type != "cpu":
-            return found
-        assert self._accounts is not None
-        return replace(found, is_host=True, others_bytes=self._accounts.process.others_bytes)
-
-    @property
-    def _policy_name(self) -> str:
-        return self.config.policy if self._given is None else self._given.policy
-
-    @property
-    def _limit_bytes(self) -> int | None:
-        """The configured limit of saved tensors; ``None`` if there is none."""
-        config = self.config
-        limits = [config.device_bytes] if config.device_memory is not None else []
-        if self._device.type == "cpu" and config.memory_request is not None:
-            limits += [config.memory_request.nbytes] if config.memory_request.nbytes else []
-        return min(limits, default=None)
-
-    def _saved_bytes(self) -> int:
-        """Return the peak of the bytes that autograd would hold, summed over devices."""
-        return sum(map(_saved_bytes, self.devices.planners.values()))
 
 
 def close() -> None:
@@ -966,16 +765,6 @@ def _check_kind(name: str, given: object, kind: type) -> None:
         raise ConfigError(
             f"offload: {name} is a {type(given).__name__}, but must be of type {kind.__name__}"
         )
-
-
-def _limit_of(budget: Account) -> int | None:
-    return None if budget.limit_bytes >= UNLIMITED else budget.limit_bytes
-
-
-def _saved_bytes(planner: Planner) -> int:
-    if planner.profile is not None:
-        return planner.profile.peak_saved_bytes
-    return sum(each.key.nbytes for each in planner.plan.decisions) if planner.plan else 0
 
 
 def _device_of(model: torch.nn.Module | None) -> torch.device:
