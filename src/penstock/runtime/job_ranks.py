@@ -1,4 +1,4 @@
-"""The ranks of a session's job: their store, their meeting, and the summary of all of them."""
+"""The ranks of a job, as a session knows them: their store, their meeting, the summary of all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 
 class JobRanks:
-    """What a session knows of the ranks of its job. For the session's thread.
+    """Ranks of a session's job: their store, and this process among them. For the session's thread.
 
     Attributes:
         number: Rank of this process; None if it is no rank of a job.

@@ -1,4 +1,4 @@
-"""What a summary tells of a session beside counts: its limits, the plan's decisions, notes and advice."""
+"""Report of a session beside counts: its limits, decisions of the plan, notes and advice."""
 
 from __future__ import annotations
 
