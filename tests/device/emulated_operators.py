@@ -16,12 +16,13 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import emulator
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from penstock.testing.access_order import AccessOrder, Span, stream_here
 
@@ -50,6 +51,9 @@ NATIVE = {
 """Operators of CUDA that launch nothing: torch's own do."""
 COMPOSITE = ("convolution", "convolution_backward", "copy_")
 """Operators made of others, which depend on what NVIDIA's libraries can; taken as a whole."""
+
+REMEMBERED = 1000
+"""Calls of one operator whose shapes are remembered."""
 
 failures: list[BaseException] = []
 """Of kernels, in the device's thread."""
@@ -85,9 +89,7 @@ def install() -> None:
 
 
 def _kernel_of(function: Any) -> Callable[..., Any]:
-    if function is aten.copy_.default:
-        return copy
-    return lambda *arguments, **named: compute(function, arguments, named)
+    return copy if function is aten.copy_.default else Operator(function)
 
 
 # -- what the device runs ---------------------------------------------------------------------------
@@ -142,7 +144,7 @@ def launch(
     name: str, reads: Iterable[Operand], writes: Iterable[Operand], work: Callable[[], None]
 ) -> None:
     """Enqueue work on the current stream."""
-    handle = torch.cuda.current_stream().cuda_stream
+    handle = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
     capturing = emulator.calls.emu_capturing(handle)
     if _order is not None and not capturing:
         read, written = ([operand.span for operand in operands] for operands in (reads, writes))
@@ -162,46 +164,122 @@ def sleep(cycles: int) -> None:
 # -- operators --------------------------------------------------------------------------------------
 
 
-def compute(function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Outputs now, their contents later."""
-    call = Call(function, arguments, named)
-    with torch.cuda.device(call.device):
-        meta = [_as_meta(leaf) for leaf in call.leaves]
-        try:
-            with torch.no_grad():
-                shapes = call.on(meta)
-        except (NotImplementedError, RuntimeError):
-            return call.at_once()
-        return call.later(meta, shapes)
+class Operator:
+    """An operator of torch, and what every call of it asks."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self._shapes: dict[Any, Shapes | None] = {}
+
+    @cached_property
+    def name(self) -> str:
+        """Its name and that of its overload."""
+        return str(self.function.name())
+
+    @cached_property
+    def written(self) -> list[tuple[int, str]]:
+        """Positions and names of the arguments that it writes."""
+        return [
+            (number, argument.name)
+            for number, argument in enumerate(self.function._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+
+    @cached_property
+    def tensors(self) -> list[int]:
+        """Positions of the arguments that are one tensor."""
+        arguments = enumerate(self.function._schema.arguments)
+        return [number for number, argument in arguments if str(argument.type) == "Tensor"]
+
+    @cached_property
+    def generator(self) -> int | None:
+        """Position of the argument that is a generator."""
+        names = [argument.name for argument in self.function._schema.arguments]
+        return names.index("generator") if "generator" in names else None
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers."""
+        return torch.Tag.nondeterministic_seeded in self.function.tags
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Outputs now, their contents later."""
+        call = Call(self, arguments, named)
+        with torch.cuda._DeviceGuard(call.device.index):
+            shapes = self._shapes_of(call)
+            return call.at_once() if shapes is None else call.later(shapes)
+
+    def _shapes_of(self, call: Call) -> Shapes | None:
+        """The shapes of a call's outputs; None if they depend on the data.
+
+        Meta kernels are written in Python and take longer than all the rest, so that each is asked once
+        for the same shapes, types and numbers.
+        """
+        key = call.key()
+        if key is None:
+            return call.shapes()
+        if key not in self._shapes:
+            if len(self._shapes) >= REMEMBERED:
+                self._shapes.clear()
+            self._shapes[key] = call.shapes()
+        return self._shapes[key]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a meta kernel says of a call."""
+
+    outputs: list[Any]
+    """In the order of leaves: an ``Argument``, a ``Fresh``, or what is no tensor."""
+    structure: Any
+    resized: list[tuple[int, torch.Size]]
+    """Arguments that were empty: an ``out``."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An output that is an argument."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """An output for which memory is allocated."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Call:
     """One call of an operator."""
 
-    def __init__(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        leaves, self.spec = tree_flatten((arguments, named))
-        self.function = function
+    def __init__(
+        self, operator: Operator, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        leaves: list[Any] = []
+        self.structure = _flatten((arguments, named), leaves)
+        self.operator = operator
         self.device = _device_of(leaves)
-        self.overload = _overload_of(function, arguments)
-        self.generator, self.leaves = _random(function, leaves, self.device)
-        written = {id(tensor) for tensor in _written(function, arguments, named)}
+        self.overload = _overload_of(operator, arguments)
+        self.generator, self.leaves = _random(operator, leaves, self.device)
+        written = {id(tensor) for tensor in _written(operator, arguments, named)}
         self.is_written = [id(leaf) in written for leaf in leaves]
 
     def on(self, leaves: list[Any]) -> Any:
         """What the operator makes of other leaves."""
-        arguments, named = tree_unflatten(leaves, self.spec)
+        arguments, named = _unflatten(self.structure, iter(leaves))
         return self.overload(*arguments, **named)
 
     def on_host(self, operands: list[Any]) -> Any:
         """What the CPU's kernel makes of the bytes as they are now."""
         leaves = [each.on_host() if isinstance(each, Operand) else each for each in operands]
-        generator = self.generator
+        generator, position = self.generator, self.operator.generator
         if generator is None:
             return self.on(leaves)
-        names = [argument.name for argument in self.function._schema.arguments]
-        arguments, named = tree_unflatten(leaves, self.spec)
-        if "generator" in names:
-            position = names.index("generator")
+        arguments, named = _unflatten(self.structure, iter(leaves))
+        if position is not None:
             if position < len(arguments):
                 arguments = (*arguments[:position], generator, *arguments[position + 1 :])
             else:
@@ -211,23 +289,59 @@ class Call:
             torch.set_rng_state(generator.get_state())
             return self.overload(*arguments, **named)
 
-    def later(self, meta: list[Any], shapes: Any) -> Any:
-        """Memory for the outputs, and work that fills it."""
-        for leaf, shape in zip(self.leaves, meta, strict=True):
-            if _on_cuda(leaf) and leaf.size() != shape.size():  # an `out` that was empty
-                leaf.resize_(shape.size())
-        given = [id(shape) for shape in meta]
-        shape_leaves, shape_spec = tree_flatten(shapes)
-        outputs, fresh = [], []
-        for number, shape in enumerate(shape_leaves):
-            if not isinstance(shape, torch.Tensor):
-                outputs.append(shape)
-            elif id(shape) in given:
-                outputs.append(self.leaves[given.index(id(shape))])
+    def key(self) -> Any:
+        """All that the shapes of the outputs may depend on; None if that cannot be said."""
+        facts: list[Any] = [self.structure, self.overload, torch.get_default_dtype()]
+        for leaf in self.leaves:
+            if not isinstance(leaf, torch.Tensor):
+                facts.append((type(leaf), leaf))  # 1 is no 1.0, and no True
+            elif leaf.is_cuda:
+                facts.append((leaf.dtype, leaf.size(), leaf.stride()))
+            elif leaf.dim() == 0:
+                facts.append(leaf.dtype)
             else:
-                like = {"dtype": shape.dtype, "device": self.device}
-                outputs.append(torch.empty_strided(shape.size(), shape.stride(), **like))
+                return None
+        return tuple(facts)
+
+    def shapes(self) -> Shapes | None:
+        """What the meta kernel says; None if there is none, or if it needs the data."""
+        meta = [_as_meta(leaf) for leaf in self.leaves]
+        found: list[Any] = []
+        try:
+            with torch.no_grad():
+                structure = _flatten(self.on(meta), found)
+        except (NotImplementedError, RuntimeError):
+            return None
+        given = {id(leaf): number for number, leaf in enumerate(meta)}
+        outputs = [
+            each
+            if not isinstance(each, torch.Tensor)
+            else Argument(given[id(each)])
+            if id(each) in given
+            else Fresh(each.size(), each.stride(), each.dtype)
+            for each in found
+        ]
+        resized = [
+            (number, shape.size())
+            for number, (leaf, shape) in enumerate(zip(self.leaves, meta, strict=True))
+            if _on_cuda(leaf) and leaf.size() != shape.size()
+        ]
+        return Shapes(outputs, structure, resized)
+
+    def later(self, shapes: Shapes) -> Any:
+        """Memory for the outputs, and work that fills it."""
+        for number, size in shapes.resized:
+            self.leaves[number].resize_(size)
+        outputs, fresh = [], []
+        for number, output in enumerate(shapes.outputs):
+            if isinstance(output, Argument):
+                outputs.append(self.leaves[output.number])
+            elif isinstance(output, Fresh):
+                like = {"dtype": output.dtype, "device": self.device}
+                outputs.append(torch.empty_strided(output.size, output.stride, **like))
                 fresh.append((number, Operand(outputs[-1])))
+            else:
+                outputs.append(output)
         operands = [_as_operand(leaf) for leaf in self.leaves]
         reads, writes = [], [operand for _, operand in fresh]
         for operand, written in zip(operands, self.is_written, strict=True):
@@ -235,13 +349,14 @@ class Call:
                 (writes if written else reads).append(operand)
 
         def work() -> None:
-            found = tree_flatten(self.on_host(operands))[0]
+            found: list[Any] = []
+            _flatten(self.on_host(operands), found)
             for number, operand in fresh:
                 operand.on_host().copy_(found[number])
 
         self.leaves = []  # the work keeps nothing alive
-        launch(self.function.name(), reads, writes, work)
-        return tree_unflatten(outputs, shape_spec)
+        launch(self.operator.name, reads, writes, work)
+        return _unflatten(shapes.structure, iter(outputs))
 
     def at_once(self) -> Any:
         """For what the host must know before it can go on."""
@@ -249,15 +364,14 @@ class Call:
         operands = [_as_operand(leaf) for leaf in self.leaves]
         for operand, written in zip(operands, self.is_written, strict=True):
             if _order is not None and isinstance(operand, Operand):
-                _order.accessed(operand.span, writes=written, what=self.function.name())
+                _order.accessed(operand.span, writes=written, what=self.operator.name)
         result = self.on_host(operands)
         if any(self.is_written):
             return self.leaves[self.is_written.index(True)]
-
-        def moved(found: Any) -> Any:
-            return found.to(self.device) if isinstance(found, torch.Tensor) else found
-
-        return tree_map(moved, result)
+        found: list[Any] = []
+        structure = _flatten(result, found)
+        moved = [each.to(self.device) if isinstance(each, torch.Tensor) else each for each in found]
+        return _unflatten(structure, iter(moved))
 
 
 def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -342,34 +456,52 @@ def _as_operand(leaf: Any) -> Any:
     return leaf
 
 
-def _overload_of(function: Any, arguments: tuple[Any, ...]) -> Any:
+def _overload_of(operator: Operator, arguments: tuple[Any, ...]) -> Any:
     """The operator; its overload for numbers, if torch has wrapped one as a tensor and unwrapped it."""
-    for argument, value in zip(function._schema.arguments, arguments, strict=False):
-        if isinstance(value, int | float | complex) and str(argument.type) == "Tensor":
-            return function.overloadpacket
-    return function
+    for number in operator.tensors:
+        if number < len(arguments) and isinstance(arguments[number], int | float | complex):
+            return operator.function.overloadpacket
+    return operator.function
 
 
 def _written(
-    function: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    operator: Operator, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for number, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = arguments[number] if number < len(arguments) else named.get(argument.name)
-            found += [leaf for leaf in tree_flatten(value)[0] if _on_cuda(leaf)]
-    return found
+    found: list[Any] = []
+    for number, name in operator.written:
+        _flatten(arguments[number] if number < len(arguments) else named.get(name), found)
+    return [leaf for leaf in found if _on_cuda(leaf)]
+
+
+def _flatten(value: Any, leaves: list[Any]) -> Any:
+    """Append what is in lists, tuples and dictionaries to ``leaves``; return how they were nested."""
+    if isinstance(value, list | tuple):
+        kind = list if isinstance(value, list) else tuple
+        return kind, None, tuple([_flatten(each, leaves) for each in value])
+    if isinstance(value, dict):
+        return dict, tuple(value), tuple([_flatten(each, leaves) for each in value.values()])
+    leaves.append(value)
+    return None
+
+
+def _unflatten(structure: Any, leaves: Iterator[Any]) -> Any:
+    """Nest leaves as ``_flatten`` has found them, or others in their places."""
+    if structure is None:
+        return next(leaves)
+    kind, names, parts = structure
+    made = [_unflatten(part, leaves) for part in parts]
+    return dict(zip(names, made, strict=True)) if kind is dict else kind(made)
 
 
 # -- random numbers ---------------------------------------------------------------------------------
 
 
-def _random(function: Any, leaves: list[Any], device: torch.device) -> tuple[Any, list[Any]]:
+def _random(operator: Operator, leaves: list[Any], device: torch.device) -> tuple[Any, list[Any]]:
     """A generator for the CPU that begins where CUDA's is, which goes on as on a GPU.
 
     So what is drawn depends on the order of calls, not on that in which the device comes to them.
     """
-    if torch.Tag.nondeterministic_seeded not in function.tags:
+    if not operator.is_random:
         return None, leaves
     given = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
     source = given if given is not None else torch.cuda.default_generators[device.index]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -103,7 +103,7 @@ class _Blocks:
     def remove(self, start: int) -> MemoryBlock | None:
         block = self._blocks.pop(start, None)
         if block is not None:
-            self._starts.remove(start)
+            del self._starts[bisect_left(self._starts, start)]
         return block
 
     def at(self, address: int) -> MemoryBlock | None:
