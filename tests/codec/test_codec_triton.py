@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import preloaded
+
 try:
     import emulator
 except ImportError:  # torch's build for CPUs, or a real GPU
@@ -114,9 +116,18 @@ print(*found, torch._C._cuda_hasPrimaryContext(0))
 
 def run(*program, **environment):
     """Run a program, its text behind ``-c``, and return what it prints."""
-    command = [sys.executable, "-W", "ignore", *program]
-    settings = {"env": os.environ | environment, "capture_output": True, "text": True}
-    result = subprocess.run(command, **settings, check=False, timeout=280)
+    words, settings = ["-W", "ignore", *program], os.environ | environment
+    if environment["TRITON_INTERPRET"] == "0":  # as it is in the process that is forked
+        result = preloaded.run(words, env=settings)
+    else:
+        result = subprocess.run(
+            [sys.executable, *words],
+            env=settings,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=280,
+        )
     assert result.returncode == 0, result.stderr
     return result.stdout
 

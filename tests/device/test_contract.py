@@ -1,12 +1,16 @@
 """What is believed of CUDA holds for the device that is emulated; a GPU is asked the same."""
 
+import os
+
 import pytest
 import torch
 
+import preloaded
 from penstock.testing.gpu import contract, processes
 from penstock.testing.gpu.fact import FactOutcome, judge
 
 pytestmark = pytest.mark.gpu
+CHILD = "import sys; from penstock.testing.gpu.child import main; sys.exit(main())"
 HERE = [each for each in contract.FACTS if not each.fresh and each.devices == 1]
 ELSEWHERE = [each for each in contract.FACTS if each not in HERE]
 
@@ -25,15 +29,11 @@ def test_a_fact_holds(one):
 @pytest.mark.parametrize("one", named(ELSEWHERE))
 def test_a_fact_of_a_new_process_or_two_devices_holds(one, tmp_path):
     records = tmp_path / "records"
-    child = ["-m", "penstock.testing.gpu.child", "contract", one.name, "--preload", "emulated"]
-    ended = processes.run(
-        [*child, "--records", str(records)],
-        records=records,
-        limit_s=90,
-        environment={"EMU_DEVICES": str(one.devices), "EMU_SCHEDULE": "lazy"},
-    )
-    assert ended.well, ended.said
-    (finding,) = (each["finding"] for each in ended.records if "finding" in each)
+    child = ["contract", one.name, "--preload", "emulated", "--records", str(records)]
+    settings = {"EMU_DEVICES": str(one.devices), "EMU_SCHEDULE": "lazy"}
+    ended = preloaded.run(["-c", CHILD, *child], env=os.environ | settings, timeout=90)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (finding,) = (each["finding"] for each in processes.read(records) if "finding" in each)
     assert finding["outcome"] == FactOutcome.HOLDS, finding["found"]
 
 

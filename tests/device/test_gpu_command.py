@@ -1,14 +1,17 @@
 """``python -m penstock.testing.gpu`` on the emulated device: figures are made, and tests observed."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
+import preloaded
 from penstock.testing.gpu import figures, processes
 
 pytestmark = pytest.mark.gpu
+CHILD = "import sys; from penstock.testing.gpu.child import main; sys.exit(main())"
 NOT_HERE = {"GPU-direct, expandable segments"}
 """Segments that grow need what the emulated driver has not."""
 
@@ -23,15 +26,11 @@ FIGURES = [
 def test_a_figure_comes_about_and_has_no_paths(name, disk_path):
     figure, records = figures.FIGURES[name], disk_path / "records"
     where = ["--dir", str(disk_path), "--scale", "0.01", "--limit", "1"]  # no step twice
-    child = ["-m", "penstock.testing.gpu.child", "figures", name, "--preload", "emulated"]
-    ended = processes.run(
-        [*child, "--records", str(records), *where],
-        records=records,
-        limit_s=200,
-        environment={"EMU_DEVICES": str(figure.devices), "EMU_SCHEDULE": "lazy"},
-    )
-    found = {key: value for each in ended.records for key, value in each.items()}
-    assert ended.well, (ended.how, ended.said, found)
+    child = ["figures", name, "--preload", "emulated", "--records", str(records), *where]
+    settings = {"EMU_DEVICES": str(figure.devices), "EMU_SCHEDULE": "lazy"}
+    ended = preloaded.run(["-c", CHILD, *child], env=os.environ | settings, timeout=200)
+    found = {key: value for each in processes.read(records) for key, value in each.items()}
+    assert ended.returncode == 0, (ended.stdout, ended.stderr, found)
     assert "failed" not in found
     if name.startswith("GPU-direct") and "refused" in found:
         return

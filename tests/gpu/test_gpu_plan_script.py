@@ -1,8 +1,6 @@
 """``penstock plan --script`` for a script that computes on a GPU: its link is measured, too."""
 
 import json
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import preloaded
 from penstock.api import Session
 from penstock.cli import run
 from penstock.cli.plan_step import check_step
@@ -110,13 +109,9 @@ def test_codecs_are_tried_on_the_device(disk_path):
 
 def test_the_command_needs_no_machine(disk_path):
     (disk_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    ended = subprocess.run(
-        [sys.executable, "-m", "penstock", "plan", "--json", "--script", "train.py"],
-        cwd=disk_path,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=200,
+    command = "import sys; from penstock.cli import main; sys.exit(main())"
+    ended = preloaded.run(
+        ["-c", command, "plan", "--json", "--script", "train.py"], cwd=disk_path, timeout=200
     )
     assert ended.returncode == 0, ended.stderr
     assert "trained" not in ended.stderr
