@@ -14,8 +14,12 @@ from penstock.observe.recorder import Stage
 DEVICE = "cuda"
 SMALL = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 12 << 30
 """A device with little memory, as the emulated one is, gets smaller networks and batches."""
+EMULATED = torch.cuda.is_available() and torch.cuda.get_device_name(0).startswith("emulated")
+"""Its operators are the CPU's, so that two runs are the same."""
 HOST = "64MiB"
 """All of it for staging, with flash; all of it the host tier, without."""
+BOTH = "256MiB" if SMALL else "1GiB"
+"""Room for all that a network saves, on both: what is pinned is cleared first, which takes its time."""
 BATCHES = {
     "alexnet": 8 if SMALL else 120,
     "vgg16": 4 if SMALL else 48,
@@ -32,7 +36,7 @@ REPRODUCIBLE = ("resnet18", "gpt2")
 
 def settings_for(places, **settings):
     """Of a session that spills to ``"flash"``, to ``"host"``, or to both."""
-    settings = {"host_memory": "1GiB" if places == "both" else HOST} | settings
+    settings = {"host_memory": BOTH if places == "both" else HOST} | settings
     if places == "host":
         settings |= {"flash": (), "flash_capacity": None}
     return settings

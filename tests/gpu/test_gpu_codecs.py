@@ -1,6 +1,7 @@
 """Whole sessions on a GPU whose storages are encoded there before the copy, and decoded after it."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -82,6 +83,12 @@ def trained(path=None, *, steps=2, streams=False, **settings):
     return trace, session
 
 
+@lru_cache
+def plain(**how):
+    """The trace without a session."""
+    return trained(**how)[0]
+
+
 def encoded_bytes(session, codec=""):
     return counted(session, f"encoded.source_bytes.{codec}" if codec else "encoded.source_bytes")
 
@@ -91,7 +98,7 @@ def encoded_bytes(session, codec=""):
 def test_a_lossless_codec_changes_no_bit(disk_path, small_knobs, patient, codec, places):
     settings = settings_for(places, codec=codec)
     found, session = trained(disk_path, **settings)
-    found.assert_same_bits(trained()[0])
+    found.assert_same_bits(plain())
     assert encoded_bytes(session, codec) > 2 * MIB
     assert not counted(session, "encoded.no_device_form")
     assert session.budget.used_by(SCRATCH) == 0
@@ -100,14 +107,14 @@ def test_a_lossless_codec_changes_no_bit(disk_path, small_knobs, patient, codec,
 def test_it_need_not_wait_for_writes(disk_path, small_knobs):
     """What backward asks for while it is encoded is still there, or comes back."""
     found, session = trained(disk_path, codec="zero-value", host_memory=HOST)
-    found.assert_same_bits(trained()[0])
+    found.assert_same_bits(plain())
     assert isinstance(session._stores.transport.coder, DeviceCoder)
 
 
 def test_under_a_budget_it_changes_no_bit(disk_path, small_knobs):
     settings = {"codec": "exponent", "policy": "auto", "device_memory": "16MiB", "floor": "16KiB"}
     found, session = trained(disk_path, host_memory=HOST, **settings)
-    found.assert_same_bits(trained()[0])
+    found.assert_same_bits(plain())
     assert session.budget.peak_bytes <= 16 * MIB
 
 
@@ -117,7 +124,7 @@ def test_codecs_are_chosen_by_what_they_were_measured_to_do(
     settings = {"codec": "auto", "machine": SLOW, "device_memory": "64MiB"}
     settings["host_memory"] = little_staging
     found, session = trained(disk_path, steps=5, **settings)
-    found.assert_same_bits(trained(steps=5)[0])
+    found.assert_same_bits(plain(steps=5))
     assert StallCause.SAMPLING in session.recorder.snapshot().stalls
     chosen = {decision.codec for decision in session.plan.decisions} - {""}
     assert chosen
@@ -130,7 +137,7 @@ def test_no_codec_is_sampled_where_staging_memory_holds_all_that_is_moved(
 ):
     settings = {"codec": "auto", "machine": SLOW, "device_memory": "64MiB", "host_memory": HOST}
     found, session = trained(disk_path, steps=5, **settings)
-    found.assert_same_bits(trained(steps=5)[0])
+    found.assert_same_bits(plain(steps=5))
     assert session.plan.offloaded_bytes > 2 * MIB
     assert StallCause.SAMPLING not in session.recorder.snapshot().stalls
     assert not encoded_bytes(session)
@@ -149,7 +156,7 @@ def test_codecs_that_prove_slow_beside_the_network_are_chosen_no_more(
     settings = {"codec": "auto", "machine": SLOW, "device_memory": "64MiB"}
     settings["host_memory"] = little_staging
     found, session = trained(disk_path, steps=20, **settings)
-    found.assert_same_bits(trained(steps=20)[0])
+    found.assert_same_bits(plain(steps=20))
     assert encoded_bytes(session) > 2 * MIB
     assert session.plan.offloaded_bytes > 0
     assert {decision.codec for decision in session.plan.decisions} == {""}
@@ -158,7 +165,7 @@ def test_codecs_that_prove_slow_beside_the_network_are_chosen_no_more(
 
 def test_on_other_streams(disk_path, small_knobs, patient):
     found, session = trained(disk_path, codec="zero-value", streams=True, host_memory=HOST)
-    found.assert_same_bits(trained(streams=True)[0])
+    found.assert_same_bits(plain(streams=True))
     assert encoded_bytes(session) > 2 * MIB
 
 

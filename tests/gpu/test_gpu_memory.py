@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 WIDTH, ROWS, LAYERS = (128, 2048, 24) if SMALL else (1024, 8192, 24)
 SAVED_EACH = WIDTH * ROWS * 4
 """Bytes of what a layer saves, 32 MiB (or 1 MiB): its output, which is the input of the next one."""
+HOST = "256MiB" if SMALL else "4GiB"
 BUDGET = 6 * SAVED_EACH
 SLACK = 2 * SAVED_EACH
 """What torch's allocator rounds up, cuBLAS takes, and a dropped tensor holds until its copy ends."""
@@ -42,7 +43,7 @@ def peak_bytes(model, steps=3):
 
 def settings(places, **more):
     """Room for two steps, so that nothing goes elsewhere because a slow disk is still busy."""
-    return settings_for(places, host_memory="4GiB", **({"flash_capacity": "4GiB"} | more))
+    return settings_for(places, host_memory=HOST, **({"flash_capacity": "4GiB"} | more))
 
 
 @pytest.mark.parametrize("places", ["flash", "host"])

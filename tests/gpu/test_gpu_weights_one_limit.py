@@ -20,7 +20,7 @@ DEPTH, WIDTH, BATCH = 10, 2048, 256
 """Weights take 160 MiB, their gradients as much, and what is saved for backward takes 40 MiB."""
 ROOM = 80 * MIB
 """Beside the weights, which are in device memory at first."""
-STEPS = 3
+STEPS = 2
 
 
 def trained(model, directory, seen=None, *, width=WIDTH):
