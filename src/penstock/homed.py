@@ -12,11 +12,10 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.locks import defer
 from penstock.observe.clients import GRADIENTS, OPTIMIZER
@@ -26,15 +25,29 @@ FLYING_SHARE: Final = 32
 """Divisor of a limit of memory: that part is for gradients on their way out."""
 
 
+_dtensor: type[Any] | None = None
+
+
+def _find_dtensor() -> type[Any] | None:
+    """Return torch's class of DTensors, without importing it; None if nobody has imported it yet."""
+    global _dtensor  # noqa: PLW0603  (found once: its users are hot)
+    _dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return _dtensor
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether it is a DTensor, without importing that class."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    kind = _dtensor or _find_dtensor()
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the values that this process has: a DTensor's shard, any other tensor as it is."""
-    return cast(Tensor, cast(Any, tensor)._local_tensor) if is_sharded(tensor) else tensor
+    kind = _dtensor or _find_dtensor()
+    if kind is None or not isinstance(tensor, kind):
+        return tensor
+    local: Tensor = tensor._local_tensor
+    return local
 
 
 def use_count(storage: torch.UntypedStorage) -> int:
@@ -192,23 +205,32 @@ class HomedWeight(Protocol):
         """End a ``hold``; it is written home, now or later, if its values have ``changed``."""
 
 
-_homes: Final[Any] = WeakIdKeyDictionary()
+_homes: Final[dict[int, tuple[weakref.ref[Tensor], HomedWeight]]] = {}
+"""Homes of parameters that are alive, by ``id``: torch's own table is slower, and this one is hot."""
 
 
 def home_of(tensor: Tensor) -> HomedWeight | None:
     """Return the home of a parameter; ``None`` if its only place is memory."""
-    found: HomedWeight | None = _homes.get(tensor)
-    return found
+    found = _homes.get(id(tensor))
+    return found[1] if found is not None and found[0]() is tensor else None
 
 
 def settle(tensor: Tensor, home: HomedWeight) -> None:
     """Note the home of a parameter for as long as that is alive."""
-    _homes[tensor] = home
+    key = id(tensor)
+
+    def forget(reference: weakref.ref[Tensor]) -> None:
+        found = _homes.get(key)
+        if found is not None and found[0] is reference:
+            del _homes[key]
+
+    _homes[key] = weakref.ref(tensor, forget), home
 
 
 def move_out(tensor: Tensor) -> None:
     """Note that a parameter has no home any more; memory is its only place."""
-    _homes.pop(tensor, None)
+    if home_of(tensor) is not None:
+        _homes.pop(id(tensor), None)
 
 
 class WithoutMemory(Tensor):

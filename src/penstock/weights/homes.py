@@ -135,6 +135,7 @@ class Home:
     __slots__ = (
         *(
             "__weakref__",
+            "_address",
             "_free_uses",
             "_mapping",
             "_param",
@@ -177,6 +178,7 @@ class Home:
         """Map the place, with the shape and the strides of a tensor."""
         self.is_addressed = False
         self._mapping = self._map_values(like)
+        self._address: int = self._mapping.ctypes.data
         self._storage = torch.from_numpy(self._mapping[: self.nbytes]).untyped_storage()
         self.resting = view_like(self._storage, like)
         self._free_uses = use_count(self._storage)
@@ -243,7 +245,7 @@ class Home:
         So is one that was moved to memory that processes share: who has it no more sees the file.
         """
         uses = use_count(self._storage) - self.is_at_rest
-        return uses > self._free_uses or self._storage.data_ptr() != self._mapping.ctypes.data
+        return uses > self._free_uses or self._storage.data_ptr() != self._address
 
     @property
     def is_direct(self) -> bool:
@@ -707,7 +709,10 @@ def _advice(needed: int, free: int) -> str:
 
 def view_like(storage: torch.UntypedStorage, parameter: Tensor) -> Tensor:
     """Return the beginning of a storage with the shape, strides and dtype of a parameter."""
-    with torch.inference_mode(False), torch._C.DisableTorchFunction():
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return view_like(storage, parameter)
+    with torch._C.DisableTorchFunction():
         view = torch.empty(0, dtype=parameter.dtype, device=storage.device)
         return view.set_(storage, 0, parameter.size(), parameter.stride())
 
@@ -740,14 +745,19 @@ def flat_bytes(parameter: Tensor) -> NDArray[np.uint8]:
 
 def version_of(parameter: Tensor) -> int:
     """Return a number that grows if values are changed in place, as far as torch counts it."""
-    own = parameter._version
-    return own + local_of(parameter)._version if is_sharded(parameter) else own
+    with torch._C.DisableTorchFunctionSubclass():
+        own, local = parameter._version, local_of(parameter)
+    return own if local is parameter else own + local._version
 
 
 def show(parameter: Parameter, data: Tensor, kind: type[Any]) -> None:
     """Exchange the memory of a parameter, and its class, but not its version."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            show(parameter, data, kind)
+        return
     local = local_of(parameter)
-    with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():
         Tensor.data.__set__(local, data)  # type: ignore[attr-defined]
     if type(local) is RestingPart and data is not cast(Home, home_of(local)).resting:
         move_out(local)

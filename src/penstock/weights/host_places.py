@@ -61,6 +61,7 @@ class OwnMemoryHome(Home):
     def _take(self, values: Tensor) -> None:
         self.is_addressed = False
         self.resting, self._mapping = values, flat_bytes(values)
+        self._address = self._mapping.ctypes.data
         self._storage = values.untyped_storage()
         self._free_uses = use_count(self._storage)
 
