@@ -32,6 +32,18 @@ def test_deferred_waits_for_the_last_lock():
     assert seen == [1, 2]
 
 
+def test_deferred_waits_for_the_lock_of_a_condition():
+    seen, outer, inner = [], Lock(), condition()
+    with outer:
+        with inner:
+            defer(lambda: seen.append(1))
+        assert seen == []
+    with inner:
+        defer(lambda: seen.append(2))
+        assert seen == [1]
+    assert seen == [1, 2]
+
+
 def test_deferred_may_take_the_very_lock():
     seen, lock = [], Lock()
 
@@ -122,10 +134,10 @@ def test_a_lock_excludes_and_says_so():
     assert seen == [1]
 
 
-@pytest.mark.parametrize("how", ["with", "acquire"])
+@pytest.mark.parametrize("how", ["with", "acquire", "condition"])
 def test_an_interrupted_wait_does_not_count_as_held(how):
     """Ctrl-C while waiting for a lock; what finalizers defer afterwards must still be done."""
-    lock, seen = Lock(), []
+    lock, seen = condition() if how == "condition" else Lock(), []
 
     class InterruptError(Exception):
         pass

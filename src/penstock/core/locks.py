@@ -141,6 +141,29 @@ def run_deferred() -> None:
 class Condition(threading.Condition):
     """Condition variable on a ``Lock``, quicker than Python's own where nobody waits: that is hot."""
 
+    _lock: Lock
+
+    def __enter__(self) -> bool:
+        """Take the lock, as ``Lock`` does, without a call of it."""
+        _held.count += 1
+        try:
+            return self._lock._lock.acquire()
+        except BaseException:  # Ctrl-C while waiting
+            _held.count -= 1
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Release the lock, as ``Lock`` does."""
+        self._lock._lock.release()
+        _held.count -= 1
+        if _deferred and not _held.count:
+            run_deferred()
+
     def notify_all(self) -> None:
         """Wake all that wait. Under the lock."""
         if self._waiters:  # type: ignore[attr-defined]

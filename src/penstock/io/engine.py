@@ -261,29 +261,33 @@ class Transfer:
             self._cancel = self._promote = None
             self._error = error
             self._settled = finish is None
-            callbacks: list[Callable[[Transfer], None]] = []
-            if finish is None:
-                callbacks, self._callbacks = self._callbacks, callbacks
+            callbacks = self._next_callbacks() if finish is None else []
         if finish is not None:
             error = _finished(finish, error)
             del finish
             with self._lock:
                 self._error = error
                 self._settled = True
-        while True:
+                callbacks = self._next_callbacks()
+        while callbacks:
             for callback in callbacks:
                 self._call(callback)
             with self._lock:
-                callbacks, self._callbacks = self._callbacks, []
-                if not callbacks:
-                    self._over = True
-                    event = self._event
-                    break
-        if event is not None:
-            event.set()
+                callbacks = self._next_callbacks()
+        if self._event is not None:  # nobody makes one any more
+            self._event.set()
         after, self._after = self._after, None
         if after is not None:
             after()
+
+    def _next_callbacks(self) -> list[Callable[[Transfer], None]]:
+        """Take the callbacks that have not run; if there are none, it is over. Under the lock."""
+        callbacks = self._callbacks
+        if callbacks:
+            self._callbacks = []
+        else:
+            self._over = True
+        return callbacks
 
     def _call(self, callback: Callable[[Transfer], None]) -> None:
         try:

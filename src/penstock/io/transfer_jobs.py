@@ -147,8 +147,10 @@ class TransferQueue:
     def _next_priority(self) -> Priority | None:
         """Return the priority of the next piece; see [Note: no starvation]."""
         waiting = [priority for priority, jobs in self._waiting.items() if jobs]
-        if not waiting:
-            return None
+        if len(waiting) < 2:
+            if waiting:
+                self._overtaken[waiting[0]] = 0
+            return waiting[0] if waiting else None
         starved = [each for each in waiting if self._overtaken[each] >= MAX_OVERTAKES]
         chosen = starved[0] if starved else waiting[0]
         self._overtaken[chosen] = 0

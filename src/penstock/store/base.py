@@ -342,9 +342,10 @@ class Tier(ABC):
                 return
             ticket.discarded = True
             idle = ticket.in_flight == 0
-        if idle:
-            self._give_back(ticket)
-        else:
+            is_free = idle and self._gives_back(ticket)
+        if is_free:
+            self._discard(ticket.place)
+        elif not idle:
             ticket.written.cancel()
 
     def close(self) -> None:
@@ -358,7 +359,7 @@ class Tier(ABC):
             if self._closed:
                 return
             self._closed = True
-            moving = tuple(self._moving)
+            moving = self._moving.copy()
         for transfer in moving:
             transfer.cancel()
         with self._lock:
@@ -405,8 +406,7 @@ class Tier(ABC):
         start_ns: int,
     ) -> None:
         """Have a transfer, which has begun, checked and accounted for before it is seen as settled."""
-        with self._lock:
-            self._moving.add(transfer)
+        self._moving.add(transfer)  # without the lock: a set takes one element at a time
 
         def finish(error: BaseException | None) -> BaseException | None:
             nonlocal keep_alive
@@ -450,16 +450,15 @@ class Tier(ABC):
         with self._lock:
             ticket.in_flight -= 1
             last = ticket.discarded and ticket.in_flight == 0
-        if last:
-            self._give_back(ticket)
-
-    def _give_back(self, ticket: Ticket) -> None:
-        with self._lock:
-            self._held_bytes -= ticket.window.nbytes
-            self._note_level()
-            closed = self._closed
-        if not closed:
+            is_free = last and self._gives_back(ticket)
+        if is_free:
             self._discard(ticket.place)
+
+    def _gives_back(self, ticket: Ticket) -> bool:
+        """Hold a ticket's bytes no more; return whether its place is to be freed. Under the lock."""
+        self._held_bytes -= ticket.window.nbytes
+        self._note_level()
+        return not self._closed
 
     def _mismatch(self, ticket: Ticket, address: int) -> ChecksumError | None:
         if ticket.checksum is None or self._verify == "off":
