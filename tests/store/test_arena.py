@@ -226,6 +226,43 @@ def test_a_refusal_changes_nothing():
     held.free()
 
 
+def test_a_block_that_no_page_can_be_added_for_is_refused_without_a_search(monkeypatch):
+    """What is needed next is asked for again at each use of a weight, as long as there is no room."""
+    budget = Account(4 * MIB)
+    arena = Arena(16 * MIB, account=budget)
+    blocks = [arena.allocate(MIB) for _ in range(4)]
+    blocks[0].free()
+    blocks[2].free()
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "_cheapest_place", lambda *_: pytest.fail("a place was looked for"))
+        assert arena.allocate(2 * MIB) is None
+    blocks[3].free()  # with its neighbour a page, which can be moved
+    assert arena.allocate(2 * MIB) is not None
+
+
+@pytest.mark.parametrize(("first", "second"), [(1.5, 1.5), (2, 1), (1.5, 0.5)])
+def test_a_short_last_page_is_added_alone_and_behind_a_warm_end(first, second):
+    budget = Account(3 * MIB)
+    arena = Arena(3 * MIB, account=budget)  # a page of 2 MiB and one of 1 MiB
+    held = arena.allocate(int(first * MIB))
+    assert (budget.free_bytes, held.address) == (MIB, arena.address)
+    behind = arena.allocate(int(second * MIB))
+    assert behind.address == arena.address + held.nbytes
+    rest = int((3 - first - second) * MIB)
+    assert arena.allocate(rest + PAGE_BYTES) is None
+    assert rest == 0 or arena.allocate(rest) is not None
+
+
+def test_a_last_page_behind_a_cold_one_is_not_enough_for_more_than_its_own_length():
+    budget = Account(3 * MIB)
+    arena = Arena(5 * MIB, account=budget)  # pages of 2, 2 and 1 MiB
+    first = arena.allocate(2 * MIB)
+    assert arena.allocate(MIB + PAGE_BYTES) is None
+    last = arena.allocate(MIB)
+    assert last.address == arena.address + 4 * MIB
+    assert first.state is last.state is BlockState.OUT
+
+
 @pytest.fixture
 def cannot_move(monkeypatch):
     """As on kernels before 5.7."""

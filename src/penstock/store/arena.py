@@ -93,6 +93,8 @@ class Arena(Pool):
             cost = 0
             offset = self._warm.allocate(nbytes, alignment)
             if offset is None:
+                if not (force or self._may_grow(nbytes)):
+                    return None
                 offset = self._cheapest_place(nbytes, alignment)
                 if offset is None:
                     return None
@@ -209,6 +211,18 @@ class Arena(Pool):
                 self._warm.free(page * HUGE_PAGE_BYTES, self._page_bytes(page))
         self._touched_bytes += cost
         return True
+
+    def _may_grow(self, nbytes: int) -> bool:
+        """Return False if no page can be added for a block, wherever that is.
+
+        To look for a place takes long, and who brings what is needed next asks again and again.
+        """
+        left = self.account.free_bytes + self._idle_bytes(range(0))
+        last, rest = self._touched[-2:], self._page_bytes(len(self._touched) - 1)
+        if left >= HUGE_PAGE_BYTES:
+            return True
+        # the last page alone, which may be shorter, and the end of the one before it
+        return left >= rest and not last[-1] and (nbytes <= rest or last[0] == 1)
 
     def _can_add(self, cost: int, wanted: range) -> bool:
         free = self.account.free_bytes
