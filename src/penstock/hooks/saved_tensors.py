@@ -112,14 +112,17 @@ class SavedTensorHooks:
             return self._handle_of(tensor)
 
     def _handle_of(self, tensor: torch.Tensor) -> Packed:
-        if self.weights is not None and (reference := self._reference(tensor, self.weights)):
-            return reference
+        storage = strided_storage(tensor) if type(tensor) in self.plain_types else None
+        if self.weights is not None:
+            reference = self._reference(tensor, storage, self.weights)
+            if reference is not None:
+                return reference
         if self._completion.waiting:
             self._completion.check()
         if self._boundaries.tasks:
             self._boundaries.note_pack()
         watched = self._running.watched
-        packed = self._pack(tensor, sign_only=watched is not None)
+        packed = self._pack(tensor, storage, sign_only=watched is not None)
         if watched is not None:
             watched.append((packed, tensor))
         if self.observer is not None and type(packed) is MovedHandle:
@@ -128,9 +131,16 @@ class SavedTensorHooks:
                 self.observer.packed(saved.record, tensor)
         return packed
 
-    def _reference(self, tensor: torch.Tensor, weights: WeightReferences) -> Reference | None:
+    def _reference(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage | None,
+        weights: WeightReferences,
+    ) -> Reference | None:
+        """Return a reference to the weight of which a tensor is; ``storage`` is its own, if plain."""
         with torch._C.DisableTorchFunctionSubclass():
-            storage = strided_storage(tensor) if isinstance(tensor, self.plain_types) else None
+            if storage is None and isinstance(tensor, self.plain_types):
+                storage = strided_storage(tensor)
             if storage is None:
                 return None
             reference = weights.reference(tensor, storage)
@@ -146,8 +156,9 @@ class SavedTensorHooks:
         for packed, tensor in moved:
             packed.prove(sign_only=packed is proven, tensor=tensor, place=self._running.here)
 
-    def _pack(self, tensor: torch.Tensor, *, sign_only: bool) -> Packed:
-        storage = strided_storage(tensor) if type(tensor) in self.plain_types else None
+    def _pack(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage | None, *, sign_only: bool
+    ) -> Packed:
         if storage is None:
             return self._pack_foreign(tensor)
         nbytes = storage.nbytes()

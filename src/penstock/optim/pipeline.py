@@ -116,12 +116,6 @@ class RecordBuffer:
         """True if its record is on its way in or out."""
         return self.phase in (BufferPhase.READING, BufferPhase.WRITING)
 
-    @property
-    def is_rotating(self) -> bool:
-        """True if tiles pass through it now, so that it is not one that keeps its tile."""
-        is_open = self.phase in (BufferPhase.FREE, BufferPhase.READING)
-        return is_open or self.leaves or self.is_early
-
 
 class TilePipeline:
     """The buffers of an optimizer, and which tile is in which. Thread-safe.
@@ -531,14 +525,20 @@ class TilePipeline:
         """Write or free tiles as long as reads wait for room, those needed last first."""
         if self.write_failure is not None or not self._ahead:
             return
+        most, room = self._rotating, 0
+        for each in self._buffers:  # those that tiles pass through now; without calls: hot
+            is_free, leaves = each.phase is BufferPhase.FREE, each.leaves
+            if is_free or leaves or each.is_early or each.phase is BufferPhase.READING:
+                most -= 1
+                room += is_free or leaves
+        if most <= 0:
+            return
         absent = (tile for tile in self._ahead if tile.index not in self._holding)
         waiting = list(islice(absent, self.count))  # there is room for no more
-        rotating = [each for each in self._buffers if each.is_rotating]
-        room = sum(each.phase is BufferPhase.FREE or each.leaves for each in rotating)
-        wanted = min(len(waiting) - room, self._rotating - len(rotating))
+        wanted = min(len(waiting) - room, most)
         if wanted <= 0:
             return
-        held = [e for e in self._buffers if e.is_settled and not (e.leaves or e.is_early)]
+        held = [e for e in self._buffers if not (e.leaves or e.is_early) and e.is_settled]
         held.sort(key=self._needed, reverse=True)
         for buffer, tile in zip(held[:wanted], waiting[room:], strict=False):
             if not buffer.is_done and self._needed(buffer)[1] < self._place(tile) + self.count:

@@ -88,6 +88,8 @@ class _Item:
     states: dict[str, Any]
     words: NDArray[np.uint32] | None
     """The bits of ``weight``, where that is a scratch master."""
+    in_place: Sequence[Tensor]
+    """Those of ``states`` that are views of the record."""
 
 
 class _Scratch(threading.local):
@@ -226,12 +228,14 @@ class Updater:
         param = self._params[piece.param]
         weight, words = self._weight(piece, at, param, work)
         states: dict[str, Any] = fresh_scalars(param.scalars)
+        in_place = []
         for state in work.tile.form.states:
             array = work.arrays[state.name]
             if not param.has_state and state.name not in work.initial:
                 continue  # the step makes it
             if array.packing == "plain":
                 values = packing.plain(array, work.memory, piece.at, weight.numel())
+                in_place.append(values)
             else:
                 values = self._scratch.take(state.name, state.dtype, at, weight.numel())
             if not param.has_state:
@@ -240,7 +244,7 @@ class Updater:
                 packing.unpack(array, work.memory, piece.at, packing.bits_of(values))
             states[state.name] = values
         weight.grad = self._grad(piece, at, weight.device, weight.dtype, work)
-        return _Item(piece, param, weight, states, words)
+        return _Item(piece, param, weight, states, words, in_place)
 
     def _weight(
         self, piece: ParameterPiece, at: int, param: Param, work: _Work
@@ -300,6 +304,8 @@ class Updater:
         for number, state in enumerate(work.tile.form.states):
             array = work.arrays[state.name]
             values = states.pop(state.name)
+            if any(values is each for each in item.in_place):
+                continue
             if array.packing == "plain":
                 place = packing.plain(array, work.memory, piece.at, values.numel())
                 if place.data_ptr() != values.data_ptr():
