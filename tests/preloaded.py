@@ -6,11 +6,16 @@ are as ``subprocess.run`` and ``subprocess.Popen``, given the words behind ``pyt
 standard streams, working directory and environment, ends by its own exit code or signal, and runs
 ``atexit`` functions.
 
+A process that is ``bare`` finds only the standard library imported. Its own imports of torch and NumPy
+pass through the import system, whose loader then hands over the modules that the server has, and Penstock
+is imported as it is on disk. So it is for what watches imports, such as ``penstock run``. Torch has the
+threads that ``OMP_NUM_THREADS`` gives the server.
+
 Use ``subprocess`` where the start is the subject: what an import loads or reads of the environment
 (``OMP_NUM_THREADS``, ``MALLOC_*``, ``LD_LIBRARY_PATH``), ``python -m``, and resident memory.
 
-The server has a single thread and opens nothing. Each process that runs tests has its own server, which
-starts at the first request and ends with it.
+The servers have a single thread and open nothing. Each process that runs tests has two of its own, one of
+them for bare processes, which start at the first request and end with it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ import atexit
 import contextlib
 import gc
 import importlib
+import importlib.abc
+import importlib.machinery
 import json
 import os
 import select
@@ -36,6 +43,8 @@ PRELOADED = (
     "numpy",
     "torch",
     "torch._dynamo",  # which the first optimizer imports
+)
+PENSTOCK_MODULES = (
     "penstock",
     "penstock.api",
     "penstock.checkpoint",
@@ -43,6 +52,8 @@ PRELOADED = (
     "penstock.optim",
     "penstock.store",
 )
+PENSTOCK_COMMAND = str(Path(sys.executable).with_name("penstock"))
+"""A script, for a bare process."""
 STREAMS = 3
 
 # -- in the process that runs tests ------------------------------------------------------------------
@@ -51,7 +62,9 @@ STREAMS = 3
 class Process:
     """A process forked from the server: what tests use of ``subprocess.Popen``, with text streams."""
 
-    def __init__(self, words, *, stdin=None, stdout=None, stderr=None, cwd=None, env=None):
+    def __init__(
+        self, words, *, stdin=None, stdout=None, stderr=None, cwd=None, env=None, bare=False
+    ):
         self.args = [os.fspath(word) for word in words]
         self.returncode = None
         request = {
@@ -73,7 +86,7 @@ class Process:
             reader, writer = os.pipe()
             theirs.callback(os.close, writer)
             self._status = open(reader, encoding="ascii")  # noqa: SIM115
-            _server().send(request, [*(fd for fd, _ in ends), writer])
+            _server().send(request, [*(fd for fd, _ in ends), writer], bare)
         self.pid = int(self._status.readline() or _lost())
 
     @staticmethod
@@ -160,14 +173,15 @@ class Process:
         self.wait()
 
 
-def run(words, *, cwd=None, env=None, input=None, timeout=280, check=False):
+def run(words, *, cwd=None, env=None, input=None, timeout=280, check=False, bare=False):
     """Run to the end, output captured as text; return a ``subprocess.CompletedProcess``.
 
     A process that takes longer than ``timeout`` seconds is killed.
     """
     pipe = subprocess.PIPE
     stdin = pipe if input is not None else subprocess.DEVNULL
-    with Process(words, stdin=stdin, stdout=pipe, stderr=pipe, cwd=cwd, env=env) as process:
+    streams = {"stdin": stdin, "stdout": pipe, "stderr": pipe}
+    with Process(words, **streams, cwd=cwd, env=env, bare=bare) as process:
         try:
             out, err = process.communicate(input, timeout)
         except BaseException:
@@ -186,26 +200,30 @@ def _lost():
 
 class _Server:
     def __init__(self):
-        self._socket, theirs = socket.socketpair()
+        pairs = [socket.socketpair(), socket.socketpair()]
+        self._sockets = [ours for ours, _ in pairs]
         self._lock = threading.Lock()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
+        descriptors = [theirs.fileno() for _, theirs in pairs]
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *map(str, descriptors)],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+        )
+        for _, theirs in pairs:
+            theirs.close()
         self.pid = os.getpid()
         atexit.register(self.close)
 
-    def send(self, request, descriptors):
-        body = json.dumps(request).encode()
+    def send(self, request, descriptors, bare):
+        body, to = json.dumps(request).encode(), self._sockets[bare]
         with self._lock:
-            socket.send_fds(self._socket, [len(body).to_bytes(8, "little")], descriptors)
-            self._socket.sendall(body)
+            socket.send_fds(to, [len(body).to_bytes(8, "little")], descriptors)
+            to.sendall(body)
 
     def close(self):
         if os.getpid() == self.pid:
-            self._socket.close()
+            for each in self._sockets:
+                each.close()
             self.process.wait()
 
 
@@ -269,11 +287,37 @@ def _serve(connection):
                     print(code, file=status)
 
 
+class _Again(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and loads a package that the server has imported: its modules are there again at once."""
+
+    def __init__(self, name, modules):
+        self._package, self._modules = modules[name], modules
+        self._spec = self._package.__spec__
+        for each in modules:
+            sys.modules.pop(each, None)
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname != self._package.__name__:
+            return None
+        return importlib.machinery.ModuleSpec(
+            fullname, self, origin=self._spec.origin, is_package=True
+        )
+
+    def create_module(self, spec):
+        return self._package
+
+    def exec_module(self, module):
+        sys.meta_path.remove(self)
+        module.__spec__, module.__loader__ = self._spec, self._spec.loader
+        sys.modules.update(self._modules)
+
+
 def _become(request):
     """Run the code as ``__main__``, as ``python`` would; the caller then ends the interpreter."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else default)
@@ -283,7 +327,6 @@ def _become(request):
         file = open(number, mode, buffering, encoding="utf-8", closefd=False)  # noqa: SIM115
         setattr(sys, stream, file)
         setattr(sys, f"__{stream}__", file)
-    sys.modules["numpy"].random.seed()  # the server's would be that of each
     words = list(request["words"])
     while words[0] == "-W":
         warnings.simplefilter(words[1])
@@ -294,7 +337,7 @@ def _become(request):
         source, name = words[1], "<string>"
         sys.argv, sys.path[0] = ["-c", *words[2:]], ""
     else:
-        source, name = Path(words[0]).read_bytes(), words[0]
+        source, name = Path(words[0]).read_bytes(), str(Path(words[0]).absolute())
         sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
         module.__file__ = name
     sys.modules["__main__"] = module
@@ -308,17 +351,36 @@ def _become(request):
         sys.exit(1)
 
 
-def _main():
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    for name in PRELOADED:
+def _import(names):
+    """Import modules; return all that have come, but for those of the standard library."""
+    before = {*sys.modules}
+    for name in names:
         importlib.import_module(name)
+    return {
+        name: module
+        for name, module in sys.modules.items()
+        if name not in before and name.partition(".")[0] not in sys.stdlib_module_names
+    }
+
+
+def _main():
+    connections = [socket.socket(fileno=int(word)) for word in sys.argv[1:]]
+    numpy, torch = _import(PRELOADED[:1]), _import(PRELOADED[1:])
+    bare = os.fork() == 0
+    if not bare:
+        _import(PENSTOCK_MODULES)
+    connections.pop(not bare).close()
     gc.collect()
     gc.freeze()  # memory that is shared with each process stays so
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads after imports: a fork would lose them"
-    request = _serve(connection)
+    request = _serve(*connections)
     if request is None:
         os._exit(0)
+    sys.modules["numpy"].random.seed()  # the server's would be that of each
+    if bare:
+        again = [_Again("torch", torch | numpy), _Again("numpy", numpy)]
+        sys.meta_path[:0] = again
     _become(request)
 
 

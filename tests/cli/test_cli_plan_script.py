@@ -133,14 +133,17 @@ def work(disk_path):
     return disk_path
 
 
-def start_plan(cwd, *words, options=()):
+def start_plan(cwd, *words, options=(), preload=True):
     command = [*PENSTOCK["command"], "plan", *options, "--script", *map(str, words)]
-    return start(command, cwd, OMP_NUM_THREADS="1")
+    return start(command, cwd, preload=preload, OMP_NUM_THREADS="1")
 
 
-def planned(cwd, *each):
+def planned(cwd, *each, preload=True):
     """Documents of several scripts that are planned for at the same time, and what they have printed."""
-    processes = [start_plan(cwd, *words, options=("--json", *options)) for words, options in each]
+    processes = [
+        start_plan(cwd, *words, options=("--json", *options), preload=preload)
+        for words, options in each
+    ]
     ends = [end(process) for process in processes]
     for one in ends:
         assert one.code == 0, one.err
@@ -148,10 +151,10 @@ def planned(cwd, *each):
 
 
 def test_the_script_is_stopped_before_its_first_update_and_what_it_saved_is_exact(work):
-    count = start_plain(work, "train.py", "--how", "count")
-    tbw = ("--tbw", "1TB")
-    [(plan, err), (several, several_err)] = planned(
-        work, (["train.py"], tbw), (["train.py", "--passes", "3", "--how", "swallow"], ())
+    count = start_plain(work, "train.py", "--how", "count", preload=True)
+    [(plan, err)] = planned(work, (["train.py"], ("--tbw", "1TB")), preload=False)
+    [(several, several_err)] = planned(
+        work, (["train.py", "--passes", "3", "--how", "swallow"], ())
     )
     nbytes, slots = map(int, end(count).out.splitlines()[1].split())
     assert plan["saved"]["bytes"] == nbytes > 20 * MIB
@@ -221,7 +224,8 @@ def test_the_plan_is_what_a_run_of_the_script_then_does(work):
     flash = ("--flash", ".", "--flash-capacity", "1GiB", "--codec", "none", "--json")
     rates = ("--machine", "h200")  # while the disk is very slow, not all that is spilled is written
     [(plan, _)] = planned(work, (["train.py", "--passes", "2"], (*budget, *rates)))
-    under = end(start_under(work, "train.py", "--passes", "2", options=[*budget, *flash]))
+    options = [*budget, *flash]
+    under = end(start_under(work, "train.py", "--passes", "2", options=options, preload=True))
     assert under.code == 0, under.err
     summary = json.loads(under.out)["summary"]
     (device,) = (line for line in summary["memory"] if line["memory"] == "device")
@@ -245,7 +249,7 @@ def test_gradients_wait_in_memory_under_a_run_if_the_plan_of_the_script_says_so(
     [(plan, _)] = planned(work, (["train.py"], (*WHOLE, *options)))
     assert plan["step"]["moved"]["gradients_written"] == gradients
     flash = ("--optimizer-state", "flash", "--flash", ".", "--weights", "flash", "--json")
-    under = end(start_under(work, "train.py", options=[*flash, *options]))
+    under = end(start_under(work, "train.py", options=[*flash, *options], preload=True))
     assert under.code == 0, under.err
     flows = json.loads(under.out)["summary"]["flows"]
     written = sum(f["nbytes"] for f in flows if (f["tier"], f["stage"]) == ("gradients", "write"))

@@ -8,12 +8,14 @@ import re
 import select
 import signal
 import struct
-import subprocess
+import sys
 import termios
 import time
 
 import pytest
 from cli_processes import PENSTOCK, end, start_under
+
+import preloaded
 
 ROWS, COLUMNS = 30, 110
 SCRIPT = """
@@ -56,8 +58,10 @@ class Terminal:
             "PYTHONIOENCODING": "utf-8",
             "TERM": "xterm",
         }
-        self.process = subprocess.Popen(
-            command, cwd=cwd, env=environment, stdin=far, stdout=far, stderr=far
+        streams = {"stdin": far, "stdout": far, "stderr": far}
+        assert command[0] == sys.executable
+        self.process = preloaded.Process(
+            command[1:], bare=True, cwd=cwd, env=environment, **streams
         )
         os.close(far)
         self.printed = ""
@@ -161,7 +165,7 @@ def test_a_terminal_that_has_become_small_is_left_alone(script, disk_path):
 
 def test_elsewhere_it_is_a_line_now_and_then_and_the_output_is_the_scripts(script, disk_path):
     options = (*OPTIONS, "--flash", str(disk_path))
-    found = end(start_under(disk_path, str(script()), options=options))
+    found = end(start_under(disk_path, str(script()), options=options, preload=True))
     assert found.code == 0
     assert found.out.splitlines()[-1] == "script: done"
     assert "\x1b" not in found.out + found.err

@@ -113,7 +113,7 @@ def test_a_summary_names_its_rank_and_so_do_warnings(work):
         script.write(text)
     words = ("train.py", "--policy=all")
     ranks = [
-        start_under(work, *words, options=BUDGET, **ONE_THREAD, RANK=str(rank), WORLD_SIZE="2")
+        start_under(work, *words, options=BUDGET, preload=True, RANK=str(rank), WORLD_SIZE="2")
         for rank in (0, 1)
     ]
     first, second = [end(process) for process in ranks]
@@ -121,7 +121,8 @@ def test_a_summary_names_its_rank_and_so_do_warnings(work):
         assert f"\nPenstock  rank {rank}: 2 optimizer steps in " in ended.err
         assert ended.err.endswith(f"\npenstock: rank {rank}: error: no\n")
         assert ("note: --policy" in ended.err) == (rank == 0)
-    alone = end(start_under(work, *words, options=BUDGET, **ONE_THREAD, RANK="x", WORLD_SIZE="2"))
+    environment = {"RANK": "x", "WORLD_SIZE": "2"}
+    alone = end(start_under(work, *words, options=BUDGET, preload=True, **environment))
     assert "\nPenstock  2 optimizer steps in " in alone.err
     assert "penstock.core.errors.BudgetError: no\n" in alone.err
     assert alone.err.endswith("\npenstock: error: no\n")
@@ -145,7 +146,7 @@ def agent():
 
 
 def both_ranks(work, agent, *words, options):
-    ranks = [start_under(work, *words, options=options, **each) for each in agent]
+    ranks = [start_under(work, *words, options=options, preload=True, **each) for each in agent]
     return [end(process) for process in ranks]
 
 
@@ -170,7 +171,7 @@ def test_each_rank_has_its_own_directory_and_its_part_of_the_memory_of_a_node(wo
     options = ("--flash", "spill", "--flash", "other", "--flash-by-rank", "--memory", "64MiB/node")
     for rank, name in enumerate(("spill", "other")):
         each = {**agent[rank], "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        ended = end(start_under(work, "show.py", options=options, **each))
+        ended = end(start_under(work, "show.py", options=options, preload=True, **each))
         assert ended.out == f"{work / name} {32 * 2**20}\n", ended.err
 
 
@@ -256,10 +257,10 @@ def test_a_program_in_place_of_a_script_is_refused_with_the_right_command(
 
 def test_a_launcher_that_is_named_by_its_path_is_known(work):
     (work / "accelerate").write_text("import torch\n")
-    ended = end(start_under(work, "./accelerate", "launch", options=BUDGET, **ONE_THREAD))
+    ended = end(start_under(work, "./accelerate", "launch", options=BUDGET, preload=True))
     assert ended.err.splitlines()[-1].endswith(ACCELERATE)
     (work / "other.py").write_text("import torch\ntorch.ones(3, requires_grad=True).sum()\n")
-    ended = end(start_under(work, "other.py", options=BUDGET, **ONE_THREAD))
+    ended = end(start_under(work, "other.py", options=BUDGET, preload=True))
     assert ended.err.splitlines()[-1].startswith("penstock: no step was seen: ")
 
 

@@ -1,4 +1,7 @@
-"""``penstock run`` with scripts that train. Loading torch takes long: few processes, many checks."""
+"""``penstock run`` with scripts that train. Loading torch takes long: few processes, many checks.
+
+What torch does with the environment, and memory, is looked at in processes that load it themselves.
+"""
 
 import json
 import re
@@ -67,7 +70,7 @@ def test_an_unmodified_script_prints_the_same_bits(work):
         start_plain(work, "train.py"),
         start_under(work, "train.py", options=BUDGET),
         start_under(work, "-m", "train", options=[*BUDGET, *outputs, "--json"]),
-        start_under(work, "train.py", options=[*BUDGET, *STATES]),
+        start_under(work, "train.py", options=[*BUDGET, *STATES], preload=True),
     ]
     plain, under, as_json, states = [end(process) for process in processes]
     assert (states.code, states.out) == (0, plain.out)
@@ -100,8 +103,8 @@ def test_an_unmodified_script_prints_the_same_bits(work):
 def test_weights_on_flash_take_gradients_along_and_a_clipped_script_prints_the_same_bits(work):
     weights = ("--weights", "flash", "--weights-memory", "3MiB", "--flash", "spill")
     processes = [
-        start_plain(work, "train.py", "clip"),
-        start_under(work, "train.py", "clip", options=[*weights, "--optimizer-state", "flash"]),
+        start_plain(work, "train.py", "clip", preload=True),
+        start_under(work, "train.py", "clip", options=[*weights, *STATES[:2]], preload=True),
     ]
     plain, under = [end(process) for process in processes]
     assert (under.code, under.out) == (0, plain.out)
@@ -163,8 +166,8 @@ def test_a_script_builds_a_model_that_does_not_fit_in_memory(work):
 
 def test_a_failing_script_fails_as_it_would_and_the_summary_comes_after(work):
     processes = [
-        start_plain(work, "train.py", "fail"),
-        start_under(work, "train.py", "fail", options=BUDGET),
+        start_plain(work, "train.py", "fail", preload=True),
+        start_under(work, "train.py", "fail", options=BUDGET, preload=True),
     ]
     plain, under = [end(process) for process in processes]
     assert plain.code == under.code == 1
@@ -177,7 +180,7 @@ def test_a_failing_script_fails_as_it_would_and_the_summary_comes_after(work):
 
 @pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_ends_a_training_run_with_a_summary(work):
-    process = start_under(work, "train.py", "wait", options=BUDGET)
+    process = start_under(work, "train.py", "wait", options=BUDGET, preload=True)
     while process.stdout.readline() not in ("waiting\n", ""):
         pass
     process.send_signal(signal.SIGINT)
@@ -191,7 +194,7 @@ def test_what_cannot_be_opened_ends_the_script_at_its_import_of_torch(work):
     text = "try:\n    import torch\nexcept Exception:\n    pass\nprint('never')"
     (work / "script.py").write_text(text)
     options = ("--device-memory", "6MiB", "--flash", "spill", "--flash-capacity", "1000TB")
-    refused = end(start_under(work, "script.py", options=options))
+    refused = end(start_under(work, "script.py", options=options, preload=True))
     assert (refused.code, refused.out) == (1, "")
     (error,) = refused.err.splitlines()
     assert error.startswith("penstock: error: ")
@@ -217,7 +220,7 @@ def test_scripts_that_use_torch_otherwise(work):
     (work / "threaded.py").write_text(threaded + "t.start()\nt.join()\nimport torch\n")
     processes = [
         start_under(work, "script.py", options=BUDGET),
-        start_under(work, "threaded.py", options=BUDGET),
+        start_under(work, "threaded.py", options=BUDGET, preload=True),
     ]
     script, thread = [end(process) for process in processes]
     assert (script.code, script.out) == (0, "1\nTrue\n")

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import preloaded
 from offload_runs import session_in
 from penstock.checkpoint import Checkpointer, training_state
 from penstock.checkpoint.listeners import listeners
@@ -53,10 +53,9 @@ def started(folder, *options, words=()):
     """Under ``penstock run``; it waits before its fifth step until there is a file ``go``."""
     (folder / "spill").mkdir(exist_ok=True)
     (folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "penstock", "run", "--flash", "spill", *options, "script.py"]
-    process = subprocess.Popen(
-        [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
-    )
+    command = [preloaded.PENSTOCK_COMMAND, "run", "--flash", "spill", *options, "script.py", *words]
+    pipe = subprocess.PIPE
+    process = preloaded.Process(command, bare=True, stdout=pipe, stderr=pipe, cwd=folder)
     try:
         yield process
     finally:

@@ -4,11 +4,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+import preloaded
 
 SCRIPT = """
 import os, time, torch
@@ -40,10 +41,8 @@ def spill(disk_path):
 def started(folder, steps, *options, head=""):
     """The script, which waits before its third step until there is a file ``go``."""
     (folder / "script.py").write_text(head + SCRIPT.format(steps=steps))
-    command = [sys.executable, "-m", "penstock", "run", *options, "script.py"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
-    )
+    command, pipe = [preloaded.PENSTOCK_COMMAND, "run", *options, "script.py"], subprocess.PIPE
+    process = preloaded.Process(command, bare=True, stdout=pipe, stderr=pipe, cwd=folder)
     try:
         yield process
     finally:
@@ -122,8 +121,8 @@ def test_a_script_without_an_optimizer_is_told_why_it_did_not_sleep(tmp_path, sp
         "weight.square().sum().backward()\n"
         "weight.data -= weight.grad\n"
     )
-    command = [sys.executable, "-m", "penstock", "run", "--flash", str(spill), "script.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    command = [preloaded.PENSTOCK_COMMAND, "run", "--flash", spill, "script.py"]
+    done = preloaded.run(command, bare=True, cwd=tmp_path, check=True)
     assert (
         "a signal asked the run to sleep, but it did not: it sleeps when the step()" in done.stderr
     )
@@ -155,14 +154,8 @@ def test_a_script_that_has_its_own_handler_keeps_it(tmp_path, spill, handler):
         "print(signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN)\n"
     )
     (tmp_path / "own.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", "run", "--flash", str(spill), "own.py"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=120,
-        check=True,
-    )
+    command = [preloaded.PENSTOCK_COMMAND, "run", "--flash", spill, "own.py"]
+    done = preloaded.run(command, bare=True, cwd=tmp_path, check=True)
     assert done.stdout.split() == (["True"] if "IGN" in handler else ["mine", "False"])
 
 
