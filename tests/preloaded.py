@@ -290,8 +290,8 @@ def _serve(connection):
 class _Again(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds and loads a package that the server has imported: its modules are there again at once."""
 
-    def __init__(self, name, modules):
-        self._package, self._modules = modules[name], modules
+    def __init__(self, name, modules, *, needs=()):
+        self._package, self._modules, self._needs = modules[name], modules, needs
         self._spec = self._package.__spec__
         for each in modules:
             sys.modules.pop(each, None)
@@ -308,6 +308,8 @@ class _Again(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module):
         sys.meta_path.remove(self)
+        for name in self._needs:
+            importlib.import_module(name)
         module.__spec__, module.__loader__ = self._spec, self._spec.loader
         sys.modules.update(self._modules)
 
@@ -379,8 +381,7 @@ def _main():
         os._exit(0)
     sys.modules["numpy"].random.seed()  # the server's would be that of each
     if bare:
-        again = [_Again("torch", torch | numpy), _Again("numpy", numpy)]
-        sys.meta_path[:0] = again
+        sys.meta_path[:0] = [_Again("torch", torch, needs=["numpy"]), _Again("numpy", numpy)]
     _become(request)
 
 

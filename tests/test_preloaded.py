@@ -33,10 +33,51 @@ def test_it_ends_and_says_what_python_would(code, tmp_path):
     theirs = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, check=False, **settings
     )
-    ours = preloaded.run(words, **settings)
-    assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout)
-    assert ours.stderr.splitlines()[-1:] == theirs.stderr.splitlines()[-1:]
-    assert "preloaded.py" not in ours.stderr
+    for bare in (False, True):
+        ours = preloaded.run(words, bare=bare, **settings)
+        assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout)
+        assert ours.stderr.splitlines()[-1:] == theirs.stderr.splitlines()[-1:]
+        assert "preloaded.py" not in ours.stderr
+
+
+IMPORTS = """
+import sys
+
+class Notices:
+    def find_spec(self, name, path, target=None):
+        if name in ("numpy", "torch", "penstock"):
+            print("looked for", name)
+
+sys.meta_path.insert(0, Notices())
+for name in sys.argv[1:]:
+    print(name, name in sys.modules)
+    module = __import__(name)
+    spec = module.__spec__
+    print(spec.name, spec.origin, type(spec.loader), spec.loader is module.__loader__)
+    print(module.__file__, [*module.__path__])
+print(sys.modules["numpy"].linalg.norm([3.0, 4.0]), sys.modules["torch"].nn.Linear(2, 3))
+print(len([each for each in sys.modules if each.startswith("penstock.session")]))
+"""
+
+
+@pytest.mark.parametrize(
+    "names", [("torch", "numpy"), ("numpy", "torch", "penstock"), ("penstock", "numpy", "torch")]
+)
+def test_a_bare_process_imports_what_python_would_in_its_order(names, tmp_path):
+    words = ["-c", IMPORTS, *names]
+    theirs = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    ours = preloaded.run(words, bare=True)
+    assert ours.stdout == theirs.stdout != ""
+    assert (ours.returncode, ours.stderr) == (theirs.returncode, theirs.stderr) == (0, "")
+
+
+def test_a_script_has_an_absolute_path_as_python_gives_it(tmp_path):
+    (tmp_path / "script.py").write_text("import sys\nprint(__file__, sys.argv)\n1 / 0\n")
+    theirs = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    ours = preloaded.run(["script.py"], cwd=tmp_path)
+    assert (ours.returncode, ours.stdout, ours.stderr) == (1, theirs.stdout, theirs.stderr)
 
 
 def test_a_script_is_the_main_module_and_finds_its_neighbours(tmp_path):
