@@ -44,6 +44,35 @@ class Keep(Codec):
             raise CodecError("keep: a payload as long as its source is stored raw")
 
 
+class Flagged(Keep):
+    """Notes what kinds of memory it reads."""
+
+    def __init__(self):
+        self.read = []
+
+    def _encode(self, words, payload, dtype):
+        self.read.append(words.flags.writeable)
+        payload[:] = words.view(np.uint8)
+        return words.nbytes - 1
+
+    def _decode(self, payload, words, dtype):
+        self.read.append(payload.flags.writeable)
+
+
+def test_what_a_codec_reads_is_read_only_whatever_it_is_given():
+    """A kernel is compiled for each kind of memory, which takes seconds: here for one kind."""
+    codec, source = Flagged(), placed(bytes(64))
+    out, back = (np.empty(HEADER_BYTES + 64, np.uint8) for _ in range(2))
+    for writeable in (True, False):
+        source.flags.writeable = writeable
+        frame = out[: codec.encode(source, out, dtype="float32")]
+        frame.flags.writeable = writeable
+        codec.decode(frame, back[:64])
+    assert codec.read == [False] * 4
+    assert out.flags.writeable
+    assert back.flags.writeable
+
+
 class Halve(Keep):
     """Keeps every second byte's value, twice: lossy in no stated way, but shorter."""
 
@@ -192,6 +221,7 @@ class Careless(Keep):
 
     def _encode(self, words, payload, dtype):
         if self.fault == "source" and words.size:
+            words.flags.writeable = True
             words[0] = 1
         if self.fault == "bound":
             np.lib.stride_tricks.as_strided(payload, (payload.size + 1,))[-1] = 0

@@ -8,6 +8,7 @@ from codec_reference import exponent as reference
 from exponent_words import UNSIGNED, with_exponents
 from hypothesis import given
 from hypothesis import strategies as st
+from read_only import read_only
 
 from penstock.codec.base import HEADER_BYTES, ITEMSIZE, read_header
 from penstock.codec.exponent import Exponent
@@ -63,7 +64,7 @@ def same_as_the_reference(words):
         for room in {whole + 9, whole, max(whole - 1, 0), whole // 2, 0}:
             outs = [Guarded(room, skew=room % 2 * index) for index in range(2)]
             lengths = [
-                form.encode(words, out.memory, is_small)
+                form.encode(read_only(words), out.memory, is_small)
                 for form, out in zip((kernels, reference), outs, strict=True)
             ]
             assert lengths[0] == lengths[1] == (whole if room >= whole else -1)
@@ -95,7 +96,7 @@ def same_decoded(payload, words):
     backs = [Guarded(words.nbytes) for _ in range(3)]
     odd = placed(payload, skew=1)
     places = [
-        form.decode(source, back.memory.view(words.dtype))
+        form.decode(read_only(source), back.memory.view(words.dtype))
         for form, source, back in zip(
             (kernels, kernels, reference), (payload, odd, payload), backs, strict=True
         )
@@ -181,7 +182,7 @@ def test_in_records_three_bits_are_taken_where_that_is_fewer_bytes(dtype, except
     exponents = np.full(BLOCK, 100)
     exponents[:exceptions] = 0
     out = np.empty(2 * BLOCK * ITEMSIZE[dtype], np.uint8)
-    kernels.encode(with_exponents(exponents, dtype), out, True)
+    kernels.encode(read_only(with_exponents(exponents, dtype)), out, True)
     assert out[0] == kind
 
 
@@ -193,7 +194,7 @@ def test_where_four_bits_do_not_suffice_three_do_while_that_is_shorter(dtype, ex
     words = with_exponents(exponents, dtype)
     for is_small in (False, True):
         out = np.empty(2 * words.nbytes, np.uint8)
-        kernels.encode(words, out, is_small)
+        kernels.encode(read_only(words), out, is_small)
         assert out[0] == kind
 
 
@@ -214,7 +215,7 @@ def test_noise_of_one_size_shrinks_as_far_as_its_exponents_allow(dtype, is_small
         bits = each.view(np.uint32)
         words = bits if dtype == "float32" else (bits >> 16).astype(np.uint16)
         out = np.empty(words.nbytes, np.uint8)
-        share = kernels.encode(words, out, is_small) / words.nbytes
+        share = kernels.encode(read_only(words), out, is_small) / words.nbytes
         assert share < dict(zip(["float32", "bfloat16"], shares, strict=True))[dtype]
 
 

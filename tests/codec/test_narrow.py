@@ -8,6 +8,7 @@ import torch
 from codec_reference import narrow as reference
 from hypothesis import given
 from hypothesis import strategies as st
+from read_only import read_only
 
 from penstock.codec.base import HEADER_BYTES, ITEMSIZE, read_header
 from penstock.codec.device.base import decode_tensor, encode_tensor
@@ -52,7 +53,7 @@ def integers_near(dtype):
 def test_the_kernels_do_what_their_reference_does(data):
     dtype = data.draw(st.sampled_from(sorted(NUMPY)))
     drawn = data.draw(integers_near(dtype)) * data.draw(st.sampled_from([1, 3, 70]))
-    ordered = np.array(drawn, NUMPY[dtype])
+    ordered = read_only(np.array(drawn, NUMPY[dtype]))
     words = ordered.view(f"u{ordered.itemsize}")
     low, high, only_two = kernels.survey(ordered, np.uint64(2**64 - 1))
     assert (int(low), int(high), bool(only_two)) == reference.survey(ordered)
@@ -69,7 +70,7 @@ def same_differences(words, least):
         reference.subtract(words, least, there)
         assert here.tobytes() == there.tobytes()
         here_back, there_back = np.empty_like(words), np.empty_like(words)
-        kernels.add(here, least, here_back)
+        kernels.add(read_only(here), least, here_back)
         reference.add(there, least, there_back)
         assert here_back.tobytes() == there_back.tobytes()
 
@@ -80,7 +81,7 @@ def same_masks(words, least, other):
     reference.pack_two(words, other, there)
     assert here.tobytes() == there.tobytes()
     here_back, there_back = np.empty_like(words), np.empty_like(words)
-    kernels.unpack_two(here, least, other, here_back)
+    kernels.unpack_two(read_only(here), least, other, here_back)
     reference.unpack_two(there, least, other, there_back)
     assert here_back.tobytes() == there_back.tobytes()
 

@@ -131,7 +131,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _encode(self, words: Words, payload: Bytes, dtype: str) -> int | None:
-        """Encode all of ``words`` to the front of ``payload``.
+        """Encode all of ``words``, which is read-only, to the front of ``payload``.
 
         Returns:
             Number of bytes written; ``None`` if ``payload`` is too short.
@@ -139,7 +139,11 @@ class Codec(ABC):
 
     @abstractmethod
     def _decode(self, payload: Bytes, words: Words, dtype: str) -> None:
-        """Fill all of ``words``. Raises CodecError if ``payload`` is not what ``_encode`` makes."""
+        """Fill all of ``words`` from ``payload``, which is read-only.
+
+        Raises:
+            CodecError: ``payload`` is not what ``_encode`` makes.
+        """
 
     # -- public methods ---------------------------------------------------------------------------
 
@@ -188,6 +192,9 @@ class Codec(ABC):
                 f" take {spec.bound_bytes}"
             )
         words, tail = _words(source, dtype, self.name)
+        words.flags.writeable = (
+            False  # Numba compiles a kernel for each kind of memory: here for one
+        )
         room = spec.bound_bytes - HEADER_BYTES - tail.size
         body = out[HEADER_BYTES : HEADER_BYTES + room]
         length = self._encode(words, body, dtype)
@@ -246,6 +253,7 @@ class Codec(ABC):
             )
         body = payload[: payload.size - tail.size]
         tail[:] = payload[body.size :]
+        body.flags.writeable = False
         if not header.raw:
             self._decode(body, words, header.dtype)
             return
