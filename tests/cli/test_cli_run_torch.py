@@ -69,7 +69,7 @@ def test_an_unmodified_script_prints_the_same_bits(work):
     processes = [
         start_plain(work, "train.py"),
         start_under(work, "train.py", options=BUDGET),
-        start_under(work, "-m", "train", options=[*BUDGET, *outputs, "--json"]),
+        start_under(work, "-m", "train", options=[*BUDGET, *outputs, "--json"], preload=True),
         start_under(work, "train.py", options=[*BUDGET, *STATES], preload=True),
     ]
     plain, under, as_json, states = [end(process) for process in processes]
