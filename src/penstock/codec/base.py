@@ -192,9 +192,7 @@ class Codec(ABC):
                 f" take {spec.bound_bytes}"
             )
         words, tail = _words(source, dtype, self.name)
-        words.flags.writeable = (
-            False  # Numba compiles a kernel for each kind of memory: here for one
-        )
+        words.flags.writeable = False  # Numba compiles a kernel once for each kind of memory
         room = spec.bound_bytes - HEADER_BYTES - tail.size
         body = out[HEADER_BYTES : HEADER_BYTES + room]
         length = self._encode(words, body, dtype)
