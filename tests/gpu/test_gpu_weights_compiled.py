@@ -11,6 +11,8 @@ from gpu_weights_rig import DEVICE, LIMIT, WEIGHT_BYTES, WIDTH, bits, inputs, on
 from torch import nn
 from torch.nn import functional as F
 
+import penstock
+from tensor_parallel_rig import mesh_of_one, parallel
 from weights_rig import assert_same
 
 pytestmark = [
@@ -113,3 +115,35 @@ def test_blocks_that_are_compiled_in_the_session_are_right_and_slower(backend, t
     with on_device_flash(model, tmp_path, limit=LIMIT + WEIGHT_BYTES) as session:
         compare(steps(model, in_place(model, backend)), expected)
         assert len(session._weights.touches) == 2 * BLOCKS
+
+
+def trained_steps(model):
+    """Losses of some steps that change the weights, and the weights after them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x in inputs():
+        loss = model(x[:, :64].contiguous()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(bits(loss))
+    return losses
+
+
+def test_compiled_blocks_of_tensor_parallelism_train_to_the_same_bits(disk_path):
+    limits = {"weights_memory": "64KiB", "device_memory": "64MiB", "host_memory": "64MiB"}
+    with mesh_of_one(DEVICE) as mesh:
+        plain, model = parallel(mesh), parallel(mesh)
+        for layer in (*plain, *model):
+            layer.compile(backend="aot_eager")
+        expected = trained_steps(plain)
+        with penstock.offload(
+            model, weights="flash", flash=str(disk_path), floor="4KiB", **limits
+        ) as session:
+            found = trained_steps(model)
+            weights = session._weights
+            assert weights.total_bytes == 96 << 10
+            assert weights.account.peak_bytes <= 64 << 10
+        assert_same(found, expected)
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one.full_tensor(), other.full_tensor())
