@@ -124,13 +124,14 @@ def test_what_penstock_does_in_hooks_is_no_part_of_a_profile(disk_path, small_kn
 
 
 @pytest.mark.parametrize(
-    ("places", "staging_bytes"), [("flash", HOST), ("both", 512 * MIB), ("host", 0)]
+    ("places", "host_memory", "staging_bytes"),
+    [("flash", HOST, HOST), ("both", "1GiB", 512 * MIB), ("host", HOST, 0)],
 )
 def test_plans_know_how_much_memory_stages_what_goes_to_flash(
-    disk_path, small_knobs, places, staging_bytes
+    disk_path, small_knobs, places, host_memory, staging_bytes
 ):
-    model = network()
-    with session_in(disk_path, model, **settings_for(places)) as session:
+    model, settings = network(), settings_for(places, host_memory=host_memory)
+    with session_in(disk_path, model, **settings) as session:
         for _ in range(2):
             model(torch.randn(512, 256, device=DEVICE)).square().mean().backward()
             session.step()
