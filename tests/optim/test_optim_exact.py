@@ -63,6 +63,60 @@ def test_any_element_wise_optimizer_runs_its_own_step(make, dtype, small):
     a.close()
 
 
+class OfTwo(torch.optim.Optimizer):
+    """Sums the gradient before the last one, and what ``turn`` does with its states."""
+
+    names = ("first", "second")
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        for name in self.names:
+                            state[name] = torch.zeros_like(param)
+                    self.turn(state, param.grad)
+                    param.add_(state["first"] - 0.5 * state["second"], alpha=-group["lr"])
+
+
+class Replacing(OfTwo):
+    def turn(self, state, grad):
+        state["first"].data = state["first"].data * 0.9 + grad
+        state["second"].add_(grad)
+
+
+class Shifting(OfTwo):
+    def turn(self, state, grad):
+        state["first"] = state["second"]
+        state["second"] = grad.clone()
+
+
+class ShiftingBack(Shifting):
+    names = ("second", "first")
+
+
+class Swapping(OfTwo):
+    def turn(self, state, grad):
+        state["first"].add_(grad)
+        state["first"], state["second"] = state["second"], state["first"]
+
+
+@pytest.mark.parametrize("make", [Replacing, Shifting, ShiftingBack, Swapping])
+def test_an_optimizer_may_exchange_the_memory_of_its_states(make, small):
+    ours, theirs = parameters(), parameters()
+    a, b = on_flash(make(ours), **small), make(theirs)
+    train(a, ours, steps=5)
+    train(b, theirs, steps=5)
+    assert_same(ours, theirs)
+    assert_same_states(a.state_dict(), b.state_dict())
+    a.close()
+
+
 def test_a_trained_optimizer_is_moved_with_its_states(small):
     ours, theirs = parameters(), parameters()
     a, b = torch.optim.AdamW(ours), torch.optim.AdamW(theirs)

@@ -6,6 +6,7 @@ import weakref
 import torch
 from torch import nn
 
+from penstock import homed
 from penstock.homed import home_of, move_out, settle
 
 
@@ -57,3 +58,15 @@ def test_a_parameter_that_has_moved_out_may_get_another_home():
     assert home_of(parameter) is None
     settle(parameter, two)
     assert home_of(parameter) is two
+
+
+def test_an_entry_of_a_parameter_that_is_gone_is_nobodys():
+    """Where Ctrl-C came while it was to be forgotten."""
+    gone, parameter = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    reference = weakref.ref(gone)
+    del gone
+    homed._homes[id(parameter)] = reference, Kept()
+    assert home_of(parameter) is None
+    one = Kept()
+    settle(parameter, one)
+    assert home_of(parameter) is one

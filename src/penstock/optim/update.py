@@ -88,8 +88,8 @@ class _Item:
     states: dict[str, Any]
     words: NDArray[np.uint32] | None
     """The bits of ``weight``, where that is a scratch master."""
-    in_place: Sequence[Tensor]
-    """Those of ``states`` that are views of the record."""
+    places: dict[int, str]
+    """By address: the state whose place in the record that is."""
 
 
 class _Scratch(threading.local):
@@ -228,14 +228,14 @@ class Updater:
         param = self._params[piece.param]
         weight, words = self._weight(piece, at, param, work)
         states: dict[str, Any] = fresh_scalars(param.scalars)
-        in_place = []
+        places = {}
         for state in work.tile.form.states:
             array = work.arrays[state.name]
             if not param.has_state and state.name not in work.initial:
                 continue  # the step makes it
             if array.packing == "plain":
                 values = packing.plain(array, work.memory, piece.at, weight.numel())
-                in_place.append(values)
+                places[values.data_ptr()] = state.name
             else:
                 values = self._scratch.take(state.name, state.dtype, at, weight.numel())
             if not param.has_state:
@@ -244,7 +244,7 @@ class Updater:
                 packing.unpack(array, work.memory, piece.at, packing.bits_of(values))
             states[state.name] = values
         weight.grad = self._grad(piece, at, weight.device, weight.dtype, work)
-        return _Item(piece, param, weight, states, words, in_place)
+        return _Item(piece, param, weight, states, words, places)
 
     def _weight(
         self, piece: ParameterPiece, at: int, param: Param, work: _Work
@@ -301,15 +301,18 @@ class Updater:
 
     def _keep_states(self, item: _Item, work: _Work) -> None:
         piece, states = item.piece, item.states
-        for number, state in enumerate(work.tile.form.states):
-            array = work.arrays[state.name]
+        moved = {}
+        for state in work.tile.form.states:
             values = states.pop(state.name)
-            if any(values is each for each in item.in_place):
+            place_of = item.places.get(values.data_ptr())
+            if place_of != state.name:  # one in the place of another is read before that is written
+                moved[state.name] = values if place_of is None else values.clone()
+        for number, state in enumerate(work.tile.form.states):
+            if state.name not in moved:
                 continue
+            array, values = work.arrays[state.name], moved[state.name]
             if array.packing == "plain":
-                place = packing.plain(array, work.memory, piece.at, values.numel())
-                if place.data_ptr() != values.data_ptr():
-                    place.copy_(values)
+                packing.plain(array, work.memory, piece.at, values.numel()).copy_(values)
                 continue
             key = packing.random_key(self._seed, work.step.number, piece.param, number)
             packing.pack(

@@ -217,10 +217,13 @@ class Arena(Pool):
 
         To look for a place takes long, and who brings what is needed next asks again and again.
         """
-        left = self.account.free_bytes + self._idle_bytes(range(0))
-        last, rest = self._touched[-2:], self._page_bytes(len(self._touched) - 1)
+        left = self.account.free_bytes
+        if left >= HUGE_PAGE_BYTES:  # often; and to count what is idle takes long, too
+            return True
+        left += self._idle_bytes(range(0))
         if left >= HUGE_PAGE_BYTES:
             return True
+        last, rest = self._touched[-2:], self._page_bytes(len(self._touched) - 1)
         # the last page alone, which may be shorter, and the end of the one before it
         return left >= rest and not last[-1] and (nbytes <= rest or last[0] == 1)
 
