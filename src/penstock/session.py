@@ -16,9 +16,7 @@ from penstock.core.config import OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
 from penstock.core.interrupts import LostInterrupts
 from penstock.core.process import call_in_child
-from penstock.core.ranks import (
-    path_of_rank,
-)
+from penstock.core.ranks import path_of_rank
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.boundaries import task_id
 from penstock.hooks.saved_tensors import SavedTensorHooks
