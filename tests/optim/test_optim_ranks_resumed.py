@@ -141,7 +141,12 @@ def test_a_rank_is_killed_in_a_step_and_torchrun_starts_all_again(disk_path):
         capture_output=True,
         text=True,
         timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a store of its own for each attempt
+        },
         check=False,
     )
     assert done.returncode == 0, done.stderr
