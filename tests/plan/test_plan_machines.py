@@ -85,6 +85,8 @@ def test_a_file_is_read_by_what_is_in_it(tmp_path):
         ("operator_s = 1e-06", "operator_s = -1.0", "operator_s is -1.0, it must be zero or more"),
         ("processors = 0", "processors = -1", "processors is -1, it must be 0 or more"),
         ("cudnn = 4", "cudnn = 3", "cudnn is 3, it must be 4 or more"),
+        ("product_efficiency = []", "product_efficiency = [0.5]", "[0.5]; it must be 7 numbers over 0"),
+        ("product_efficiency = []", f"product_efficiency = {[0.5] * 6 + [1.5]}", "0.5, 1.5]; it must"),
         ("[compute]", "[compute", "is not TOML"),
         ("version = 2", "version = 1", "field 'version' is 1, this Penstock reads 2"),
         ('penstock = "machine"', 'penstock = "plan"', "not a Penstock machine"),
@@ -104,7 +106,9 @@ def test_a_bad_figure_is_told_with_its_file_and_field(tmp_path, old, new, messag
 
 
 def test_a_file_of_before_need_not_tell_of_cudnn_nor_of_processors():
-    text = WHOLE.to_toml().replace("cudnn = 4\n", "").replace("processors = 0\n", "")
+    text = WHOLE.to_toml()
+    for line in ("cudnn = 4", "processors = 0", "product_efficiency = []"):
+        text = text.replace(f"{line}\n", "")
     assert "cudnn" not in text
     assert Machine.from_toml(text) == WHOLE
 

@@ -41,7 +41,7 @@ from penstock.core.units import MIB, format_bandwidth, format_duration, round_do
 from penstock.io.aio import default_engine
 from penstock.io.engine import Transfer
 from penstock.observe.recorder import Recorder, Stage
-from penstock.plan.machine import Machine
+from penstock.plan.machine import Compute, Machine
 from penstock.runtime import probe
 from penstock.store.arena import Arena
 from penstock.store.base import Ticket
@@ -117,7 +117,8 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         found = compute.measure(device)
         results.append(f"{found.float32_flops_per_s / 1e12:.3g} TFLOPS float32")
         results.append(f"{found.half_flops_per_s / 1e12:.3g} bfloat16")
-        results.append(f"{found.efficiency:.0%} of it in layers")
+        products = ", ".join(f"{one:.0%}" for one in found.product_efficiency)
+        results.append(f"{found.efficiency:.0%} of it in convolutions, {products} in products")
         results.append(f"memory {format_bandwidth(found.memory_bytes_per_s)}")
     with _reported("computing while flash moves") as results:
         beside = interference(directory, compute.Load(device).run, seconds)
@@ -133,9 +134,7 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         flash_latency_s=_short(flash.latency_s),
         host_write_bytes_per_s=_short(machine.host_write_bytes_per_s),
         host_read_bytes_per_s=_short(machine.host_read_bytes_per_s),
-        compute=replace(
-            found, **{k: _short(v) for k, v in asdict(found).items() if isinstance(v, float)}
-        ),
+        compute=_shortened(found),
         device_bytes=compute.device_bytes(device) or host_bytes,
         host_bytes=host_bytes,
         flash_bytes=round_down(max(0, free_space_bytes(directory)), MIB),
@@ -188,6 +187,12 @@ def _with_work(machine: Machine, directory: str, seconds: float) -> Machine:
         read_work_s_per_byte=_short(read.per_byte_s),
         sources=(*machine.sources, f"work: {how}; beyond interference"),
     )
+
+
+def _shortened(found: Compute) -> Compute:
+    """Return the speeds with few digits, as they are only that exact."""
+    few: dict[str, Any] = {k: _short(v) for k, v in asdict(found).items() if isinstance(v, float)}
+    return replace(found, **few, product_efficiency=tuple(map(_short, found.product_efficiency)))
 
 
 def _short(value: float) -> float:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any, Final
 
 import torch
 
 from penstock.lab import zoo
-from penstock.plan.machine import Compute
+from penstock.plan.machine import PRODUCT_SIDES, Compute
 
 ROUND_S: Final = 0.3
 """Duration for which one thing is repeated; the best or the median of its rounds counts."""
@@ -25,6 +26,8 @@ _CONVOLUTIONS: Final = ((64, 64, 3, 56), (256, 64, 1, 56), (256, 256, 3, 14), (6
 """Convolutions (input channels, output channels, kernel, side of the map) of ResNets and VGGs."""
 _LINEAR: Final = (1024, 4096)
 """Input and output features of a transformer's layer."""
+_LAYERS: Final = 8
+"""Layers used in turn, so that the weights of each come from memory and not from a cache."""
 
 Wait = Callable[[], None]
 
@@ -42,16 +45,16 @@ def device_bytes(where: torch.device) -> int:
 def measure(where: torch.device) -> Compute:
     """Measure peak arithmetic, the share of it that layers reach, memory bandwidth, and launches."""
     wait = _waiter(where)
-    layers = _layer_flops(where, wait)
-    peak = max(
-        _peak_flops(where, torch.float32, wait), *layers
-    )  # some algorithms save multiplications
+    convolutions, products = _convolution_flops(where, wait), _product_flops(where, wait)
+    # some algorithms save multiplications
+    peak = max(_peak_flops(where, torch.float32, wait), *convolutions, *products)
     return Compute(
         float32_flops_per_s=peak,
         half_flops_per_s=_peak_flops(where, torch.bfloat16, wait),
-        efficiency=statistics.median(layers) / peak,
+        efficiency=statistics.median(convolutions) / peak,
         memory_bytes_per_s=_stream(where, wait),
         operator_s=_launch_s(where, wait),
+        product_efficiency=tuple(one / peak for one in products),
     )
 
 
@@ -116,29 +119,51 @@ def _peak_flops(where: torch.device, dtype: torch.dtype, wait: Wait) -> float:
     return best
 
 
-def _layer_flops(where: torch.device, wait: Wait) -> list[float]:
-    """Return operations per second of typical layers, in forward and backward."""
+def _convolution_flops(where: torch.device, wait: Wait) -> list[float]:
+    """Return operations per second of typical convolutions, in forward and backward."""
     found = []
     batch = _BATCH[where.type]
     with _no_quicker_formats():
         for channels, out, kernel, side in _CONVOLUTIONS:
-            layer: torch.nn.Module = torch.nn.Conv2d(
-                channels, out, kernel, padding=kernel // 2, device=where
-            )
+            layer = torch.nn.Conv2d(channels, out, kernel, padding=kernel // 2, device=where)
             images = torch.randn(batch, channels, side, side, device=where, requires_grad=True)
             flops = 6 * batch * out * side * side * channels * kernel**2
-            found.append(flops / _both_ways_s(layer, images, wait))
-        layer = torch.nn.Linear(*_LINEAR, device=where)
-        rows = torch.randn(64 * batch, _LINEAR[0], device=where, requires_grad=True)
-        flops = 6 * 64 * batch * _LINEAR[0] * _LINEAR[1]
-        found.append(flops / _both_ways_s(layer, rows, wait))
+            found.append(flops / min(_both_ways_s([layer], images, wait)))
     return found
 
 
-def _both_ways_s(layer: torch.nn.Module, inputs: torch.Tensor, wait: Wait) -> float:
-    ahead = layer(inputs)
-    slope = torch.ones_like(ahead)
-    return _best_s(lambda: layer(inputs).backward(slope), wait)
+def _product_flops(where: torch.device, wait: Wait) -> list[float]:
+    """Return operations per second of linear layers in forward and backward, for ``PRODUCT_SIDES`` rows.
+
+    More rows are never counted as slower, nor as taking less time in all.
+    """
+    found: list[float] = []
+    layers = [torch.nn.Linear(*_LINEAR, bias=False, device=where) for _ in range(_LAYERS)]
+    with _no_quicker_formats():
+        for rows in PRODUCT_SIDES:
+            inputs = torch.randn(rows, _LINEAR[0], device=where, requires_grad=True)
+            took_s = statistics.median(_both_ways_s(layers, inputs, wait))
+            rate = 6 * rows * _LINEAR[0] * _LINEAR[1] / took_s
+            if found:
+                fewer = PRODUCT_SIDES[len(found) - 1]
+                rate = min(max(rate, found[-1]), found[-1] * rows / fewer)
+            found.append(rate)
+    return found
+
+
+def _both_ways_s(
+    layers: Sequence[torch.nn.Module], inputs: torch.Tensor, wait: Wait
+) -> list[float]:
+    """Return the seconds of forward and backward, with each layer in turn."""
+    slope = torch.ones_like(layers[0](inputs))
+    turns = cycle(layers)
+
+    def work() -> None:
+        layer = next(turns)
+        layer.zero_grad()
+        layer(inputs).backward(slope)
+
+    return _times_s(work, wait)
 
 
 def _stream(where: torch.device, wait: Wait) -> float:
@@ -160,7 +185,11 @@ def _launch_s(where: torch.device, wait: Wait) -> float:
 
 
 def _best_s(work: Callable[[], object], wait: Wait) -> float:
-    """Return the seconds of the fastest of several runs, after one to warm up."""
+    return min(_times_s(work, wait))
+
+
+def _times_s(work: Callable[[], object], wait: Wait) -> list[float]:
+    """Return the seconds of several runs, after one to warm up."""
     work()
     wait()
     found: list[float] = []
@@ -170,4 +199,4 @@ def _best_s(work: Callable[[], object], wait: Wait) -> float:
         work()
         wait()
         found.append(time.perf_counter() - start)
-    return min(found)
+    return found

@@ -21,6 +21,8 @@ _PRESETS: Final = "penstock.plan.machines"
 _WORK: Final = ("write_work_s", "write_work_s_per_byte", "read_work_s", "read_work_s_per_byte")
 _UPDATES: Final = tuple(f"update_{name}_s" for name in ("exact", "split", "bf16", "int8"))
 _ALONE: Final = ("flash_write_alone_bytes_per_s", "flash_read_alone_bytes_per_s")
+PRODUCT_SIDES: Final = (1, 4, 16, 64, 256, 1024, 4096)
+"""Shortest sides of matrix products for which their speed is measured."""
 _FEWEST: Final = {"cudnn": 4, "processors": 0}
 """Least values of the whole numbers of ``Compute``."""
 _MEMORIES: Final = ("device_bytes", "host_bytes", "flash_bytes")
@@ -50,15 +52,26 @@ class Compute:
     """Major version of cuDNN, which determines the convolution algorithms available."""
     processors: int = field(default=0, metadata=MAY_BE_OMITTED)
     """Multiprocessors, each of which computes one tile of a product at a time; 0: not known."""
+    product_efficiency: tuple[float, ...] = field(default=(), metadata=MAY_BE_OMITTED)
+    """Fraction of the peak that matrix products reach whose shortest side is each of ``PRODUCT_SIDES``;
+    empty: not measured, ``efficiency`` and ``processors`` tell it."""
 
     def __post_init__(self) -> None:
         for name, fewest in _FEWEST.items():
             if getattr(self, name) < fewest:
                 value = getattr(self, name)
                 raise ConfigError(f"compute: {name} is {value}, it must be {fewest} or more")
+        shares = self.product_efficiency
+        if shares and (
+            len(shares) != len(PRODUCT_SIDES) or not all(0 < one <= 1 for one in shares)
+        ):
+            raise ConfigError(
+                f"compute: product_efficiency is {list(shares)}; it must be {len(PRODUCT_SIDES)} numbers"
+                f" over 0 and at most 1, for products whose shortest side is {PRODUCT_SIDES}, or left out"
+            )
         for one in fields(self):
             value = getattr(self, one.name)
-            if one.name in _FEWEST:
+            if one.name in _FEWEST or one.name == "product_efficiency":
                 continue
             low = value < 0 or (value == 0 and one.name != "operator_s")
             if not math.isfinite(value) or low or (one.name == "efficiency" and value > 1):

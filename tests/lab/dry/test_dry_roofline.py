@@ -80,6 +80,41 @@ def test_a_product_that_does_not_fill_the_device_takes_as_long_as_one_that_does(
     assert product(768, 2048, 2049) == product(768, 2048, 2049, compute=COMPUTE)
 
 
+MEASURED = replace(
+    COMPUTE, product_efficiency=(0.01, 0.04, 0.1, 0.4, 0.8, 0.9, 0.9), operator_s=0.0, processors=80
+)
+sides = st.integers(min_value=1, max_value=9000)
+
+
+def product_ns(rows, columns, depth, count=1):
+    return operator_ns(
+        MEASURED,
+        flops=2 * count * rows * columns * depth,
+        moved_bytes=0,
+        half=False,
+        dense=True,
+        product=Product(count, rows, columns, depth),
+    )
+
+
+def test_a_measured_product_is_as_fast_as_its_shortest_side():
+    flops = 2 * 64 * 2048 * 4096
+    assert product_ns(64, 2048, 4096) == math.ceil(flops / (10e12 * 0.4) * 1e9)
+    assert product_ns(64, 2048, 4096) == product_ns(4096, 64, 2048) == product_ns(2048, 4096, 64)
+    # half-way between 64 and 256 on a logarithmic axis
+    assert product_ns(128, 4096, 4096) == math.ceil(
+        2 * 128 * 4096**2 / (10e12 * math.sqrt(0.4 * 0.8)) * 1e9
+    )
+    assert product_ns(8192, 8192, 8192) == math.ceil(2 * 8192**3 / (10e12 * 0.9) * 1e9)
+    # convolutions and attention go on as before
+    assert took(10**12, compute=MEASURED) == took(10**12)
+
+
+@given(rows=sides, more=st.integers(1, 500), columns=sides, depth=sides)
+def test_more_rows_never_take_less(rows, more, columns, depth):
+    assert product_ns(rows + more, columns, depth) >= product_ns(rows, columns, depth) - 1
+
+
 def test_part_of_a_nanosecond_counts_as_one_and_no_work_takes_one():
     free = replace(COMPUTE, operator_s=0.0)
     assert took(0, 401, compute=free) == 2

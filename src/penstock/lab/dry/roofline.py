@@ -1,9 +1,9 @@
 """Operator times on a machine that is not at hand, from shapes alone.
 
 The roofline (Williams et al., CACM 2009): an operator takes the longer of its arithmetic at the device's
-peak and its memory traffic at the device's bandwidth, and at least its launch. Convolutions and matrix
-products reach only a share of the peak, ``Compute.efficiency``, and less where they do not fill the
-device (:mod:`penstock.plan.tiles`); everything else is bound by memory.
+peak and its memory traffic at the device's bandwidth, and at least its launch. Convolutions reach only
+a share of the peak, ``Compute.efficiency``; matrix products a share that depends on their sizes
+(:mod:`penstock.plan.tiles`); everything else is bound by memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.core.errors import ConfigError, PlanError
 from penstock.plan.machine import Compute, Machine
 from penstock.plan.operators import Operator, Product
 from penstock.plan.profile import Profile
-from penstock.plan.tiles import product_utilization
+from penstock.plan.tiles import product_share
 from penstock.plan.time_map import TimeMap
 
 DENSE: Final = frozenset(
@@ -65,14 +65,14 @@ def operator_ns(
         flops: Floating-point operations; a multiplication and an addition are two.
         moved_bytes: Device memory that it reads and writes.
         half: True if it computes in 16 bits.
-        dense: True if it reaches only ``compute.efficiency`` of the peak.
-        product: Sizes of its matrix products; None: not known, assumed to fill the device.
+        dense: True if it reaches only a share of the peak.
+        product: Sizes of its matrix products, which tell this share; None: ``compute.efficiency``.
     """
     rate = compute.half_flops_per_s if half else compute.float32_flops_per_s
-    if dense:
-        rate *= compute.efficiency
     if product is not None:
-        rate *= product_utilization(compute, product)
+        rate *= product_share(compute, product)
+    elif dense:
+        rate *= compute.efficiency
     arithmetic_ns = _ns(flops, rate)
     traffic_ns = _ns(moved_bytes, compute.memory_bytes_per_s)
     return max(1, arithmetic_ns, traffic_ns, round(compute.operator_s * 1e9))
