@@ -236,6 +236,13 @@ def test_a_trace_is_run(tmp_path, capsys):
     [
         ([*RUN, "randreed"], "did you mean 'randread'"),
         ([*RUN, "randread", "--read-share", "0.5"], "is for randrw"),
+        (
+            [*RUN, "read", "--hot", "0.9,0.1"],
+            "--hot is for randread, randwrite, randrw, not for read",
+        ),
+        ([*RUN, "randread", "--start", "4KiB"], "--start is for read, write, not for randread"),
+        ([*RUN, "randread", "--format", "msr"], "--format is for a trace, not for randread"),
+        ([*RUN, __file__, "--request-size", "4KiB"], "--request-size is for randread"),
         ([*RUN, "randread", "--request-size", "100"], "use a multiple of 512"),
         ([*RUN, "randread", "--request-size", "0B"], "it must be 512 or more"),
         ([*RUN, "randread", "--requests", "0"], "1 or more"),

@@ -319,7 +319,8 @@ def test_half_the_bytes_of_a_state_halve_its_traffic():
         ({"parameters": 0}, "parameters is 0"),
         ({"optimizer": "adamm"}, "did you mean 'adam'"),
         ({"state_bytes": (4, 4)}, "adam has 3 states: weight, momentum, variance"),
-        ({"state_bytes": (4, 4, 3)}, "a value has 3 bytes"),
+        ({"state_bytes": (4, 4, 3)}, r"state_bytes is \(4, 4, 3\)"),
+        ({"weight_bytes": 3}, "weight_bytes is 3"),
         ({"write_amplification": 0.5}, "at least 1"),
     ],
 )

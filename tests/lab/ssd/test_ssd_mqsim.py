@@ -366,7 +366,7 @@ def test_a_scenario_of_several_is_chosen(tmp_path, capsys):
     assert main(["ssd", "run", str(config), str(work), "--scenario", "2"]) == 0
     assert "20 in" in capsys.readouterr().out
     assert main(["ssd", "run", str(config), "read", "--scenario", "2"]) != 0
-    assert "--scenario is for MQSim's workloads" in capsys.readouterr().err
+    assert "--scenario is for MQSim's workload" in capsys.readouterr().err
 
 
 def test_a_flow_that_ends_at_a_moment_needs_the_time(tmp_path):

@@ -50,6 +50,20 @@ _SYNTHETIC: Final = {
     "write": (False, 0.0),
 }
 """Workloads by their names in fio: (random, share of reads)."""
+_PLAIN: Final = ("requests", "queue_depth", "working_set", "filled", "skip", "flush_every")
+"""Options of every synthetic workload that are fields of :class:`Workload` by the same name."""
+_TRACE: Final = "a trace"
+_MQSIM: Final = "MQSim's workload"
+_TAKES: Final[dict[str, tuple[str, ...]]] = {
+    "randread": (*_PLAIN, "request_size", "hot"),
+    "randwrite": (*_PLAIN, "request_size", "hot"),
+    "randrw": (*_PLAIN, "request_size", "hot", "read_share"),
+    "read": (*_PLAIN, "request_size", "start"),
+    "write": (*_PLAIN, "request_size", "start"),
+    _TRACE: ("format", "requests", "queue_depth", "filled", "skip"),
+    _MQSIM: ("scenario",),
+}
+"""Options that have an effect, by the kind of workload; ``--seed`` and those of the drive always have."""
 _REQUESTS: Final = 10_000
 _PERCENTILES: Final = (0.5, 0.99, 0.999)
 _EXAMPLES: Final = """\
@@ -104,45 +118,42 @@ def add_parser(what: Any) -> None:
         "--request-size",
         metavar="SIZE",
         type=size,
-        default="4KiB",
         help="size of a request (default: 4KiB)",
     )
     made.add_argument(
-        "--queue-depth", metavar="N", type=int, default=1,
+        "--queue-depth", metavar="N", type=int,
         help="requests in the queue; for a trace, those without a time (default: 1)",
     )  # fmt: skip
     made.add_argument(
-        "--start", metavar="SIZE", type=size, default="0B",
+        "--start", metavar="SIZE", type=size,
         help="where the sequential workloads begin (default: 0B)",
     )  # fmt: skip
     made.add_argument(
         "--working-set",
         metavar="X",
         type=float,
-        default=0.5,
         help="share of the drive that is used (default: 0.5)",
     )
     made.add_argument(
-        "--filled", metavar="X", type=float, default=0.0,
+        "--filled", metavar="X", type=float,
         help="share of the drive that is written, in order, before time begins (default: 0)",
     )  # fmt: skip
     made.add_argument(
         "--skip",
         metavar="N",
         type=int,
-        default=0,
         help="requests before the measurement begins (default: 0)",
     )
     made.add_argument(
         "--seed", metavar="N", type=int, default=1, help="seed of random choices (default: 1)"
     )
     made.add_argument(
-        "--hot", metavar="X,Y", default="",
+        "--hot", metavar="X,Y",
         help="share of random requests that go to a share of the working set, in a stream of its own, as"
         " 0.9,0.1 (default: none do)",
     )  # fmt: skip
     made.add_argument(
-        "--flush-every", metavar="N", type=int, default=0,
+        "--flush-every", metavar="N", type=int,
         help="writes between two flushes of the host (default: no flushes)",
     )  # fmt: skip
     made.add_argument(
@@ -165,17 +176,19 @@ def _execute(options: argparse.Namespace) -> int:
     """
     device = device_of(options.device, options.set)
     scenario = _scenario(options.workload, options.scenario)
+    given = _given(options, _kind(options.workload, scenario))
     if scenario is not None and len(scenario.flows) > device.ftl.streams:
         # in MQSim every flow has its own blocks
         device = with_field(device, "ftl.streams", len(scenario.flows))
     plot = None if options.plot is None else picture_to_write(options.plot, "--plot")
     drive = Drive(device, seed=options.seed, watch=plot is not None, power_cap_w=options.power_cap)
-    requests = None if options.requests is None else count(options.requests, "--requests")
-    if requests is None and options.workload in _SYNTHETIC:
-        requests = _REQUESTS
-    pace = Pace(requests, options.stop_after)
+    if "requests" in given:
+        given["requests"] = count(options.requests, "--requests")
+    elif options.workload in _SYNTHETIC:
+        given["requests"] = _REQUESTS
+    pace = Pace(given.get("requests"), options.stop_after)
     with pace, _progress(f"{options.workload} on {options.device}", pace):
-        run = _run(options, drive, scenario, pace, requests)
+        run = _run(options, given, drive, scenario, pace)
     if pace.stopped:
         if not run.requests:
             raise ConfigError(f"{pace.stopped}, before any request was measured")
@@ -191,49 +204,69 @@ def _execute(options: argparse.Namespace) -> int:
     return INTERRUPTED_CODE if pace.stopped == INTERRUPTED else 0
 
 
+def _kind(workload: str, scenario: Scenario | None) -> str:
+    """Return the key of a workload in ``_TAKES``. Raises ConfigError if there is no such workload."""
+    if workload in _SYNTHETIC:
+        return workload
+    if scenario is not None:
+        return _MQSIM
+    if not Path(workload).is_file():
+        raise ConfigError(
+            f"workload {workload!r} is neither a file nor one of {', '.join(_SYNTHETIC)}"
+            f"{nearest(workload, _SYNTHETIC)}"
+        )
+    return _TRACE
+
+
+def _given(options: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """Return the given options of ``_TAKES``. Raises ConfigError for one that has no effect here."""
+    names = dict.fromkeys(name for takes in _TAKES.values() for name in takes)
+    given = {name: getattr(options, name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if name not in _TAKES[kind]:
+            kinds = ", ".join(each for each, takes in _TAKES.items() if name in takes)
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is for {kinds}, not for {options.workload}; leave it out")
+    return given
+
+
 def _run(
     options: argparse.Namespace,
+    given: dict[str, Any],
     drive: Drive,
     scenario: Scenario | None,
     pace: Pace,
-    most: int | None,
 ) -> DriveRun:
     if options.workload in _SYNTHETIC:
-        workload = _synthetic(options, most or _REQUESTS)
+        workload = _synthetic(options, given)
         fill(drive.ftl, int(drive.ftl.user_pages * workload.filled))
         stream = pace.of(workload.stream(drive.user_bytes))
         return drive.serve(stream, queue_depth=workload.queue_depth, skip=workload.skip)
-    path = Path(options.workload)
-    if not path.is_file():
-        near = nearest(options.workload, _SYNTHETIC)
-        raise ConfigError(
-            f"workload {options.workload!r} is neither a file nor one of {', '.join(_SYNTHETIC)}{near}"
-        )
     if scenario is not None:
-        if most is not None:
-            raise ConfigError(
-                "--requests: MQSim's workloads set their own number; leave the option out"
-            )
         flows = [
             (pace.of(flow.stream(drive.device, drive.events)), flow.queue_depth)
             for flow in scenario.flows
         ]
         return drive.serve_flows(flows)
-    if not 0 <= options.filled <= 1:
-        raise ConfigError(f"--filled is {options.filled}; it must be a share from 0 to 1")
-    fill(drive.ftl, int(drive.ftl.user_pages * options.filled))
+    filled = given.get("filled", 0.0)
+    if not 0 <= filled <= 1:
+        raise ConfigError(f"--filled is {filled}; it must be a share from 0 to 1")
+    fill(drive.ftl, int(drive.ftl.user_pages * filled))
     kind = TraceFormat(options.format) if options.format else None
-    requests: Iterator[HostRequest] = read_trace(path, drive.user_bytes, kind=kind)
+    requests: Iterator[HostRequest] = read_trace(
+        Path(options.workload), drive.user_bytes, kind=kind
+    )
     return drive.serve(
-        pace.of(islice(requests, most)), queue_depth=options.queue_depth, skip=options.skip
+        pace.of(islice(requests, given.get("requests"))),
+        queue_depth=given.get("queue_depth", 1),
+        skip=given.get("skip", 0),
     )
 
 
 def _scenario(workload: str, number: int | None) -> Scenario | None:
     """Return the scenario to run of MQSim's workload; None for another kind of workload."""
     if not is_mqsim(workload) or not Path(workload).is_file():
-        if number is not None:
-            raise ConfigError(f"--scenario is for MQSim's workloads, and {workload!r} is not one")
         return None
     scenarios = read_workload(workload)
     if number is None and len(scenarios) == 1:
@@ -248,40 +281,26 @@ def _scenario(workload: str, number: int | None) -> Scenario | None:
     return scenario
 
 
-def _synthetic(options: argparse.Namespace, requests: int) -> Workload:
+def _synthetic(options: argparse.Namespace, given: dict[str, Any]) -> Workload:
     random, share = _SYNTHETIC[options.workload]
-    if options.read_share is not None:
-        if options.workload != "randrw":
-            raise ConfigError(f"--read-share is for randrw, not for {options.workload}")
-        share = options.read_share
-    hot = _hot(options.hot)
-    return Workload(
-        requests=requests,
-        read_share=share,
-        request_bytes=parse_bytes(options.request_size, what="--request-size"),
-        queue_depth=options.queue_depth,
-        random=random,
-        start_bytes=parse_bytes(options.start, what="--start"),
-        working_set=options.working_set,
-        filled=options.filled,
-        hot_share=hot[0],
-        hot_set=hot[1],
-        flush_every=options.flush_every,
-        skip=options.skip,
-        seed=options.seed,
-    )
+    fields: dict[str, Any] = {
+        name: given[name] for name in (*_PLAIN, "read_share") if name in given
+    }
+    for name, field in (("request_size", "request_bytes"), ("start", "start_bytes")):
+        if name in given:
+            fields[field] = parse_bytes(given[name], what=f"--{name.replace('_', '-')}")
+    if "hot" in given:
+        fields["hot_share"], fields["hot_set"] = _hot(given["hot"])
+    return Workload(random=random, seed=options.seed, **{"read_share": share, **fields})
 
 
 def _hot(text: str) -> tuple[float, float]:
     """Parse the shares (of requests, of the working set). Raises ConfigError."""
-    words = list_of(text)
     try:
-        shares = tuple(float(word) for word in words) or (0.0, 0.1)
+        share, part = map(float, list_of(text))
     except ValueError:
-        shares = ()
-    if len(shares) != 2:
-        raise ConfigError(f"--hot is {text!r}, not two shares like 0.9,0.1")
-    return shares[0], shares[1]
+        raise ConfigError(f"--hot is {text!r}, not two shares like 0.9,0.1") from None
+    return share, part
 
 
 def document(run: DriveRun, workload: str) -> dict[str, Any]:

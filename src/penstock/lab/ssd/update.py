@@ -52,9 +52,16 @@ class Update:
                 f"state_bytes has {len(self.state_bytes)} values, but {self.optimizer} has {states}"
                 f" states: {', '.join(self.rule.states)}"
             )
-        for nbytes in (*self.state_bytes, self.gradient_bytes, self.weight_bytes):
-            if nbytes not in _BYTES:
-                raise ConfigError(f"a value has {nbytes} bytes; it must have one of {_BYTES}")
+        sizes = {
+            "state_bytes": self.state_bytes,
+            "gradient_bytes": (self.gradient_bytes,),
+            "weight_bytes": (self.weight_bytes,),
+        }
+        for name, values in sizes.items():
+            if not set(values) <= set(_BYTES):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; each value must have one of {_BYTES} bytes"
+                )
         if not 1 <= self.write_amplification < 1000:
             raise ConfigError(
                 f"write_amplification is {self.write_amplification}; it must be at least 1 and below 1000"
