@@ -78,7 +78,24 @@ def test_of_what_moves_no_bytes_none_are_told(tmp_path):
     error = errors.transfer_error(
         errno=errno.ENOTDIR, op="open", path=path, offset_bytes=0, nbytes=0
     )
-    assert str(error).startswith(f"open of {path!r} failed: Not a directory (free space: ")
+    assert str(error) == f"open of {path!r} failed: Not a directory"
+
+
+def test_free_space_that_is_not_known_is_not_told(tmp_path):
+    """A missing file was said to have "free space: -1 bytes"."""
+    path = str(tmp_path / "missing")
+    error = errors.transfer_error(
+        errno=errno.ENOENT, op="read", path=path, offset_bytes=0, nbytes=8
+    )
+    assert "free space" not in str(error)
+
+
+def test_free_space_is_told_where_a_file_finds_none(tmp_path):
+    """Making a file moves no bytes, but needs space."""
+    error = errors.transfer_error(
+        errno=errno.ENOSPC, op="open", path=str(tmp_path), offset_bytes=0, nbytes=0
+    )
+    assert "(free space: " in str(error)
 
 
 def test_free_space_of_a_missing_directory(tmp_path):

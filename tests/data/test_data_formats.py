@@ -437,7 +437,8 @@ def test_arrays_that_cannot_be_read_so(disk_path, write, says):
     ("paths", "more", "error", "says"),
     [
         ("missing", {}, DatasetError, "is missing"),
-        (".", {}, DatasetError, "cannot be told by their names"),
+        (".", {}, DatasetError, "cannot be told from names"),
+        (["a.txt"], {}, DatasetError, "the format of '[^']*/a.txt' cannot be told"),
         (".", {"format_name": "csv"}, ConfigError, "none of packed"),
         (".", {"format_name": "npy"}, DatasetError, "has no file of the format npy"),
         (["a.txt"], {"format_name": "tokens"}, ConfigError, "needs context="),

@@ -135,7 +135,9 @@ class TransferError(PenstockError, OSError):
                 f"{op} of {nbytes} bytes at offset {offset_bytes} of {path!r} failed after"
                 f" {moved_bytes} bytes"
             )
-        text = f"{what}: {os.strerror(errno)} (free space: {free_bytes} bytes)"
+        text = f"{what}: {os.strerror(errno)}"
+        if free_bytes >= 0 and (nbytes or isinstance(self, NoSpaceError)):
+            text += f" (free space: {free_bytes} bytes)"
         super().__init__(errno, f"{text}; {advice}" if advice else text)
         self.op = op
         self.path = path

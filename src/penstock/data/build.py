@@ -141,9 +141,15 @@ def _format(name: str | None, root: str, names: Sequence[str]) -> str:
     for known, found in FORMATS.items():
         if any(found.accept(os.path.basename(each)) for each in names):
             return known
+    if not names:
+        raise DatasetError(f"the data set {root!r} has no files")
+    what = (
+        repr(os.path.join(root, names[0]))
+        if len(names) == 1
+        else f"the {len(names)} files of {root!r}"
+    )
     raise DatasetError(
-        f"the format of {root!r} ({len(names)} files) cannot be told by their names; name it, one of"
-        f" {', '.join(FORMATS)}"
+        f"the format of {what} cannot be told from names; name it, one of {', '.join(FORMATS)}"
     )
 
 
