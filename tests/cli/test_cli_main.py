@@ -76,7 +76,9 @@ def test_settings_that_make_no_sense_are_refused_before_the_script_runs(
     cases = {
         "nothing to run": [],
         "'2G' is ambiguous": ["--device-memory", "2G", *flash, "x.py"],
-        "needs a tier to offload to": ["--device-memory", "2GiB", "x.py"],
+        "memory=2.00 GiB needs a tier to offload to": ["--memory", "2GiB", "x.py"],
+        "a device budget of 2.00 GiB needs a tier": ["--device-memory", "2GiB", "x.py"],
+        "flash_by_rank is set, but no flash": ["--flash-by-rank", "x.py"],
         "unknown policy 'best'": [*flash, "--policy", "best", "x.py"],
         "codec is 'No'": [*flash, "--codec", "No", "x.py"],
         "device_memroy": ["--config", "bad.toml", "x.py"],

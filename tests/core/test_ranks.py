@@ -94,6 +94,8 @@ def test_each_rank_has_its_own_directories_of_a_configuration(second_of_four, mo
     config = OffloadConfig(**given, flash_by_rank=True)
     assert config.directories == ("/nvme1",)
     assert config.memory == 2048 * MIB
+    with pytest.raises(ConfigError, match="flash_by_rank is set, but no flash directory is named"):
+        OffloadConfig(host_memory="1GiB", flash_by_rank=True)
     monkeypatch.delenv("LOCAL_RANK")
     with pytest.raises(ConfigError, match="LOCAL_RANK is not in the environment"):
         OffloadConfig(**given, flash_by_rank=True)

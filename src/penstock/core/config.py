@@ -132,8 +132,12 @@ class OffloadConfig:
                 raise ConfigError(f"{name} must be more than 0 bytes")
         if len(set(named)) != len(named):
             raise ConfigError(f"flash names a directory twice: {list(named)}")
-        if not self.directories and self.flash_capacity is not None:
-            raise ConfigError("flash_capacity is set, but no flash directory is named")
+        for name, is_set in (
+            ("flash_capacity", self.flash_capacity is not None),
+            ("flash_by_rank", self.flash_by_rank),
+        ):
+            if is_set and not self.directories:
+                raise ConfigError(f"{name} is set, but no flash directory is named")
         self._check_codec()
         self._check_limits()
         self._check_weights()
@@ -145,8 +149,9 @@ class OffloadConfig:
             limit = ""
             if self.device_memory is not None:
                 limit = f"a device budget of {format_bytes(self.device_bytes)}"
-            elif self.memory_request is not None:
-                limit = f"memory={self.memory!r}"
+            elif (request := self.memory_request) is not None:
+                nbytes = request.nbytes
+                limit = f"memory={self.memory if nbytes is None else format_bytes(nbytes)}"
             if limit:
                 raise ConfigError(
                     f"{limit} needs a tier to offload to: name a flash directory, or give host_memory"

@@ -81,7 +81,7 @@ def own_directories(places: tuple[T, ...], *, by_rank: bool) -> tuple[str, ...]:
             "flash_by_rank is set, but LOCAL_RANK is not in the environment: start the processes by"
             " torchrun, or set it to the index of each process on its machine"
         )
-    own = own_of(places, local_rank(), local_processes()) if by_rank else places
+    own = own_of(places, local_rank(), local_processes()) if by_rank and places else places
     return tuple(str(each) for each in own)
 
 
