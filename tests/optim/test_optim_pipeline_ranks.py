@@ -91,6 +91,31 @@ def test_stages_clip_by_the_norm_of_all_of_them_if_they_are_told_the_group(disk_
     )
 
 
+def test_a_schedule_that_divides_gradients_after_their_use_is_refused_with_what_to_do(disk_path):
+    rank_programs.run(
+        disk_path,
+        """
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        for settings in ({}, {"gradient_memory": 0}):
+            model = nn.Linear(64, 64)
+            stage = PipelineStage(model, rank, world, torch.device("cpu"))
+            schedule = Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss)
+            optimizer = FlashAdamW(
+                model.parameters(), flash=flash, tile=1024, overlap=True, accumulation=2, **settings
+            )
+            last = {"target": torch.zeros(4, 64)} if rank == world - 1 else {}
+            try:
+                schedule.step(*((torch.ones(4, 64),) if rank == 0 else ()), **last)
+                optimizer.step()
+                raise SystemExit("gradients that were divided after their use were taken")
+            except ConfigError as error:
+                assert "scale_grads=False" in str(error), error
+            optimizer.close()
+        """,
+    )
+
+
 def test_a_rank_that_skips_backward_joins_in_the_norm_of_those_that_update_in_it(disk_path):
     """Its pass begins in ``step``, and theirs has begun in backward: each rank asks for one norm."""
     rank_programs.run(

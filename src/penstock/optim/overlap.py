@@ -436,7 +436,8 @@ class Overlap:
         raise ConfigError(
             f"the gradient of parameter {self._states.params[place.param].name} is gone: overlap=True has"
             " updated the parameter in backward, and freed it; use clip_norm=... for clipping, no"
-            " GradScaler, tell how many backwards make a step by accumulation=..., or leave overlap out"
+            " GradScaler, scale_grads=False in schedules of pipelines, tell how many backwards make a"
+            " step by accumulation=..., or leave overlap out"
         )
 
     def changed(self, place: GradientPlace, real: Tensor) -> None:
@@ -497,9 +498,9 @@ class Overlap:
     def _changed(self, param: Param) -> ConfigError:
         return ConfigError(
             f"the gradient of parameter {param.name} was changed between"
-            " backward and step (clipping, unscaling, zero_grad, DistributedDataParallel?), when"
-            " overlap=True had used it already; use clip_norm=... for clipping, or leave overlap"
-            " out"
+            " backward and step (clipping, unscaling, zero_grad, DistributedDataParallel, the schedule of"
+            " a pipeline?), when overlap=True had used it already; use clip_norm=... for clipping,"
+            " scale_grads=False in schedules of pipelines, or leave overlap out"
         )
 
     def _give_up(self) -> None:
