@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
 
 import penstock
 from offload_runs import (
@@ -129,6 +130,34 @@ def test_a_block_that_is_interrupted_closes(session_for, error):
     with session_for(net) as another:
         assert offloads(another, net)
     assert session.summary().steps == 0
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "penstock.hooks.modules.register_module_forward_hook",
+        "penstock.hooks.observer._tensors_alive",
+        "penstock.hooks.attachment.Boundaries.attach",
+        "penstock.hooks.attachment.FunctorchGuard.attach",
+    ],
+)
+def test_an_opening_that_is_interrupted_leaves_no_hook(session_for, monkeypatch, place):
+    """Its hooks stayed, and took charge of the weights of the next session's model."""
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    hooks = dict(modules._global_forward_pre_hooks)
+    settings = {"weights": "flash", "weights_memory": "2MiB"}
+    with monkeypatch.context() as patch:
+        patch.setattr(place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session_for(network(), **settings).open()
+    assert modules._global_forward_pre_hooks == hooks
+    net = network()
+    expected = gradients_of(network())
+    with session_for(net, **settings):
+        assert all(map(same_bits, gradients_of(net), expected))
 
 
 def test_only_its_own_thread_closes_a_session(session_for):

@@ -466,8 +466,8 @@ class Session:
         if self._weights is not None:
             self._attachment.stream(self._weights)
         self._attachment.attach(self._model, self._optimizer)
-        self._interrupts.open()
         _open.append(self)
+        self._interrupts.open()
         self.recorder.mark(
             SESSION,
             policy=self._report.policy_name,

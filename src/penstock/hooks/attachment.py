@@ -125,7 +125,7 @@ class Attachment:
     def attach(
         self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
     ) -> None:
-        """Attach all hooks in this thread.
+        """Attach all hooks in this thread; if that is interrupted, none.
 
         Args:
             model: Registered now; other models are registered when they first run.
@@ -136,16 +136,24 @@ class Attachment:
             self.modules.register(model)
         if optimizer is not None:
             self.protected.add_optimizer(optimizer)
-        self.modules.attach()
-        self.follow()
-        self._boundaries.attach()
-        self._functorch.attach()
-        self._context.__enter__()
+        try:
+            self.modules.attach()
+            self.follow()
+            self._boundaries.attach()
+            self._functorch.attach()
+            self._context.__enter__()
+        except BaseException:  # as Ctrl-C: what stayed would handle the modules of later sessions
+            self._unhook()
+            raise
 
     def detach(self) -> None:
         """Detach all hooks, in the same thread, or in any other once that thread has ended."""
         if self.thread is threading.current_thread():  # hooks of an ended thread no longer exist
             self._context.__exit__()
+        self._unhook()
+
+    def _unhook(self) -> None:
+        """Remove the hooks that are there, but for those of saved tensors."""
         self._recompute.follow(())
         self._recipes.follow(())
         if self._observer is not None:

@@ -146,10 +146,10 @@ class ModuleTracker:
         if not _has_any_global_hook():  # type: ignore[no-untyped-call]  # other hooks deserve the warning
             warnings.filterwarnings("ignore", _EXTRA_CALL, UserWarning)
             self._filter = warnings.filters[0]
-        self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
-        ]
+        self._handles.append(register_module_forward_pre_hook(self._enter))
+        self._handles.append(
+            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+        )
 
     def detach(self) -> None:
         """Stop tracking."""
