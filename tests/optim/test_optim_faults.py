@@ -269,6 +269,8 @@ def test_it_is_closed_once_and_not_copied(small):
         ({"flash": "/does/not/exist"}, "create it"),
         ({"flash": "/dev/shm"}, "in memory"),
         ({"tile": 1000}, "multiple of 256"),
+        ({"tile": "1MiB"}, "tile='1MiB' must be an integer, 1 or more"),
+        ({"threads": 1.5}, r"threads=1\.5 must be an integer, 1 or more"),
         ({"format": "int4"}, "none of"),
         ({"accumulation": 2}, "only with overlap"),
         ({"clip_norm": 0.0}, "more than 0"),

@@ -328,13 +328,36 @@ def test_a_folder_that_is_not_whole_is_damaged(disk_path):
     index.write_text(json.dumps(found))
     with pytest.raises(penstock.DamagedError, match="not one of its folder"):
         weights.load(Net(2), folder)
+    found["weight_map"] = {"embed.weight": "model-7.safetensors"}
+    index.write_text(json.dumps(found))
+    with pytest.raises(penstock.DamagedError, match=r"has no 'model-7.*the folder is incomplete"):
+        weights.load(Net(2), folder)
+    index.unlink()
+    os.mkfifo(index)
+    with pytest.raises(penstock.TransferError, match="it is a pipe"):
+        weights.load(Net(2), folder)
     (folder / "empty").mkdir()
     with pytest.raises(penstock.ConfigError, match=r"has no model\.safetensors"):
         weights.load(Net(2), folder / "empty")
     with pytest.raises(penstock.ConfigError, match=r"is in .* and in"):
         weights.load(Net(2), [folder / "model-0.safetensors"] * 2)
-    with pytest.raises(penstock.TransferError):
-        weights.load(Net(2), folder / "missing.safetensors")
+    with pytest.raises(penstock.TransferError, match=r"No such file or directory$"):
+        weights.load(Net(2), folder / "missing" / "missing.safetensors")
+
+
+@pytest.mark.parametrize("character", ["\0", "\ud800"])
+def test_an_index_that_names_what_no_file_can_be_called_is_refused(disk_path, character):
+    (disk_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": f"{character}.safetensors"}})
+    )
+    with pytest.raises(penstock.DamagedError, match="which its index names"):
+        weights.load(Net(1), disk_path)
+    (disk_path / "offloaded").mkdir()
+    (disk_path / "offloaded" / "index.json").write_text(
+        json.dumps({character: {"dtype": "float32", "shape": [1]}})
+    )
+    with pytest.raises(penstock.TransferError, match="no path can have"):
+        weights.load(Net(1), disk_path / "offloaded")
 
 
 VALID = header_of([("a", "F32", (2, 3)), ("b", "U8", (5,))]).rstrip()[8:] + b" "

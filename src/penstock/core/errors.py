@@ -268,6 +268,6 @@ def free_space_bytes(path: str) -> int:
     """
     try:
         stat = os.statvfs(path)
-    except OSError:
+    except (OSError, ValueError):  # a path with a character that none can have
         return -1
     return stat.f_bavail * stat.f_frsize if stat.f_blocks else -1

@@ -83,7 +83,8 @@ def open_regular(
         called: Name of the file in errors, if not ``path``.
 
     Raises:
-        TransferError: The path leads to something that is not a regular file.
+        TransferError: The path leads to something that is not a regular file, or has a character that no
+            path can have.
         OSError: The file cannot be opened.
     """
     flags |= os.O_CLOEXEC | os.O_NOCTTY
@@ -91,6 +92,15 @@ def open_regular(
         fd = os.open(path, flags | os.O_NONBLOCK, mode, dir_fd=dir_fd)
     except BlockingIOError:  # a lease, which only regular files have, is broken by a blocking open
         fd = os.open(path, flags, mode, dir_fd=dir_fd)
+    except ValueError as error:
+        raise transfer_error(
+            errno=errnos.EINVAL,
+            op="open",
+            path=called or path,
+            offset_bytes=0,
+            nbytes=0,
+            advice="the name has a character that no path can have",
+        ) from error
     kind = os.fstat(fd).st_mode
     if not stat.S_ISREG(kind):
         os.close(fd)

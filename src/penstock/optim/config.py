@@ -101,12 +101,12 @@ class StatesConfig:
             raise ConfigError("an optimizer on flash needs a directory: flash='/nvme/spill'")
         if self.format not in FORMATS:
             raise ConfigError(f"format {self.format!r} is none of {', '.join(FORMATS)}")
-        if self.tile < UNIT or self.tile % UNIT:
-            raise ConfigError(f"tile={self.tile} is not a positive multiple of {UNIT}")
-        for name in ("accumulation", "threads", "planned_steps"):
+        for name in ("tile", "accumulation", "threads", "planned_steps"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be 1 or more")
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise ConfigError(f"{name}={value!r} must be an integer, 1 or more")
+        if self.tile % UNIT:
+            raise ConfigError(f"tile={self.tile} is not a multiple of {UNIT}")
         if self.accumulation > 1 and not self.overlap:
             raise ConfigError("accumulation is told only with overlap=True: step() knows otherwise")
         self._check_clipping()

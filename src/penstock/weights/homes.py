@@ -702,8 +702,9 @@ def copy_out(parameter: Tensor, target: NDArray[np.uint8]) -> None:
 
 def _advice(needed: int, free: int) -> str:
     return (
-        f"the homes of weights take {format_bytes(needed)}, and {format_bytes(free)} are free: free some"
-        " space, or name another directory"
+        f"the homes of weights take {format_bytes(needed)}, and {format_bytes(free)} are free beside what"
+        " has been reserved there for saved tensors (flash_capacity) and states: free some space, or name"
+        " another directory"
     )
 
 

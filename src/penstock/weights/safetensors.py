@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError, DamagedError, TransferError, transfer_error
-from penstock.core.files import given_paths, open_regular, parse_json
+from penstock.core.files import given_paths, open_regular, parse_json, read_text
 from penstock.core.units import MIB, round_up
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -119,7 +119,7 @@ def open_source(
                 path=folder,
             )
         if INDEX_NAME in names:
-            expected = _read_index(os.path.join(folder, INDEX_NAME))
+            expected = _read_index(folder, names)
             found = sorted(set(expected.values()))
         elif SINGLE_NAME in names:
             found = [SINGLE_NAME]
@@ -214,6 +214,8 @@ def _offloaded(folder: str, name: str, facts: Mapping[str, Any]) -> WeightFile:
             size = os.fstat(fd).st_size
         finally:
             os.close(fd)
+    except TransferError:
+        raise
     except OSError as error:
         raise _unread(path, error) from error
     nbytes = ITEM_BYTES[code] * math.prod(shape)
@@ -313,16 +315,18 @@ def _unread(path: str, error: OSError) -> TransferError:
 
 def _read_json(path: str) -> Any:
     try:
-        with open(path, "rb") as file:
-            return parse_json(file.read(), object_pairs_hook=_unique)
+        return parse_json(read_text(path), object_pairs_hook=_unique)
+    except TransferError:
+        raise
     except OSError as error:
         raise _unread(path, error) from error
     except ValueError as error:
         raise DamagedError(f"{path!r} does not parse: {error}", path=path) from error
 
 
-def _read_index(path: str) -> dict[str, str]:
-    """Return the name of the file of each tensor."""
+def _read_index(folder: str, names: Iterable[str]) -> dict[str, str]:
+    """Return the name of the file of each tensor; all are among the names in the folder."""
+    path = os.path.join(folder, INDEX_NAME)
     found = _read_json(path)
     files = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(files, dict) or not files:
@@ -336,6 +340,14 @@ def _read_index(path: str) -> dict[str, str]:
             raise DamagedError(
                 f"{path!r} names the file {name!r}, and not one of its folder", path=path
             )
+    missing = sorted(set(files.values()) - set(names))
+    if missing:
+        raise DamagedError(
+            f"{folder!r} has no {missing[0]!r}, which its index names"
+            + (f", nor {len(missing) - 1} more" if len(missing) > 1 else "")
+            + ": the folder is incomplete; fetch it again",
+            path=folder,
+        )
     return files
 
 
