@@ -17,7 +17,13 @@ from offload_runs import (
     wait_for_writes,
     written_bytes,
 )
+from penstock.io.engine import Transfer
+from penstock.observe.recorder import Recorder
 from penstock.observe.records import read_log
+from penstock.runtime.probe import measure
+from penstock.store.engine import shared_engine
+from penstock.store.flash import FlashTier
+from penstock.store.pool import Block
 
 
 def network():
@@ -263,3 +269,27 @@ def test_backward_after_the_close_of_what_is_recomputed_is_right(session_for):
         assert session.summary().recomputed.count > 0
         loss = loss_of(net)
     assert all(map(same_bits, gradients(loss, net.parameters()), expected))
+
+
+def test_a_measurement_that_is_interrupted_ends_its_transfers_first(disk_path, monkeypatch):
+    """Ctrl-C in the opening of a session freed memory that was being moved, and the process crashed."""
+    tier = FlashTier(
+        [disk_path], capacity_bytes=64 << 20, engine=shared_engine(), recorder=Recorder()
+    )
+    in_flight = []
+
+    def free(block):
+        in_flight.append(tier._in_flight)
+        freed(block)
+
+    def interrupted(transfer, timeout_s=None):
+        raise KeyboardInterrupt
+
+    freed = Block.free
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "free", free)
+        patch.setattr(Transfer, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            measure({"flash": tier})
+    tier.close()
+    assert in_flight == [0]

@@ -103,7 +103,7 @@ def _measure(
     tier: Tier, probe_bytes: int, lend: Lend, meeting: Meeting
 ) -> tuple[float, float, float]:
     nbytes = min(probe_bytes, tier.spec.capacity_bytes)
-    with tier.measured(), lend(nbytes) as address:
+    with lend(nbytes) as address, tier.measured():
         rounds = [_round(tier, address, nbytes, meeting) for _ in range(2)]
     best = max if meeting.ranks == 1 else min
     return (

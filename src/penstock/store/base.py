@@ -189,11 +189,16 @@ class Tier(ABC):
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Within, what is moved is reported as the tier's measurement, not as its use."""
+        """Within, what is moved is reported as the tier's measurement, not as its use.
+
+        It ends when nothing is in flight, also if an exception ends it, so that memory which was moved
+        from or to may be freed afterwards.
+        """
         self._reported_as = measurement_of(self.spec.name)
         try:
             yield
         finally:
+            self._wait_idle()
             self._reported_as = self.spec.name
 
     def window(self, address: int, nbytes: int) -> Window:
@@ -362,11 +367,19 @@ class Tier(ABC):
             moving = self._moving.copy()
         for transfer in moving:
             transfer.cancel()
-        with self._lock:
-            self._lock.wait_for(lambda: self._in_flight == 0)
+        self._wait_idle()
         self._close()
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _wait_idle(self) -> None:
+        """Wait until nothing is in flight, however often Ctrl-C is pressed: memory is freed next."""
+        try:
+            with self._lock:
+                self._lock.wait_for(lambda: self._in_flight == 0)
+        except KeyboardInterrupt:
+            self._wait_idle()
+            raise
 
     def _move(
         self,
