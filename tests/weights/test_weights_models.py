@@ -364,6 +364,45 @@ def test_training_is_as_without(name, disk_path):
     assert engine.read_bytes > session._weights.total_bytes, "the weights were never away"
 
 
+class Encoding(nn.Module):
+    """An encoder that torch computes by kernels of whole layers when it infers, and attention."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x):
+        x = x.view(2, -1, 64)
+        x = self.encoder(
+            x, src_key_padding_mask=torch.tensor([[False] * 4, [False, False, True, True]])
+        )
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_is_by_the_kernels_of_whole_layers(mode, disk_path):
+    def run(model):
+        found, optimizer = [], sgd(model)
+        for x in torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(1)):
+            model.eval()
+            with mode():
+                found.append(bits(model(x)))
+            model.train()
+            found += trained(model, optimizer, [x])
+        return found
+
+    expected = run(built(Encoding))
+    with scripted():
+        model = built(Encoding)
+        with on_flash(model, disk_path, limit=300_000) as session:
+            found = run(model)
+            assert session._weights.forced == 0
+    assert_same(found, expected)
+
+
 def test_a_frozen_base_is_read_twice_a_step_and_never_written(disk_path):
     def learn_part(model):
         return trained(

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Final
 from weakref import WeakKeyDictionary
 
-from torch.nn import Embedding, Module
+import torch
+from torch.nn import (
+    Embedding,
+    Module,
+    MultiheadAttention,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
 from penstock.weights.compiled import is_compiled
 from penstock.weights.stays import Stay, WeightTable
@@ -37,8 +45,9 @@ class ModuleUses:
 
     def weights_of(self, module: Module) -> Iterator[Stay]:
         """Yield the weights that a module is known to use, its own first."""
-        if is_compiled(module):
-            owned = [each for inner in module.modules() for each in inner._parameters.values()]
+        whole = module if is_compiled(module) else _fused(module)
+        if whole is not None:
+            owned = [each for inner in whole.modules() for each in inner._parameters.values()]
         else:
             owned = [*module._parameters.values()]
         seen: set[int] = set()
@@ -67,3 +76,20 @@ class ModuleUses:
             users = self._users.setdefault(module, [])
             if stay not in users and not isinstance(module, Embedding):
                 users.append(stay)
+
+
+def _fused(module: Module) -> Module | None:
+    """Return the module whose weights torch gives to one kernel, if none has a class of its own.
+
+    So it does without autograd in attention and encoder layers of ``torch.nn``. The kernel rounds
+    differently from the modules, and an encoder asks its first layer whether to leave out what is masked.
+    """
+    if module.training or not isinstance(module, _FUSED):
+        return None
+    whole = module.layers[0] if isinstance(module, TransformerEncoder) else module
+    if torch.is_grad_enabled() and any(each.requires_grad for each in whole.parameters()):
+        return None
+    return whole
+
+
+_FUSED: Final = (MultiheadAttention, TransformerEncoder, TransformerEncoderLayer)
