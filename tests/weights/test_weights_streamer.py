@@ -5,7 +5,7 @@ import warnings
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -53,6 +53,7 @@ class Streaming(RuleBasedStateMachine):
         self.held = []
         self.brought = []
         self.aliases = []
+        self.left = set()
 
     def weight(self, index):
         return self.model.layers[index].weight
@@ -67,6 +68,10 @@ class Streaming(RuleBasedStateMachine):
     def enter(self, index):
         self.streamer.enter(self.model.layers[index], ())
         self.entered.append(index)
+        home = home_of(self.weight(index))
+        if home is not None and index in self.left:  # by the first call of the module
+            self.homes[index] = home
+            self.left.remove(index)
         assert type(self.weight(index)) is not RestingParameter
 
     @precondition(lambda self: self.entered)
@@ -89,24 +94,26 @@ class Streaming(RuleBasedStateMachine):
     @precondition(lambda self: len(self.held) < 2)
     @rule(index=which)
     def hold(self, index):
+        assume(index not in self.left)
         self.homes[index].hold()
-        self.held.append(index)
+        self.held.append((index, self.homes[index]))
 
     @precondition(lambda self: self.held)
     @rule(changed=st.booleans())
     def let_go(self, changed):
-        index = self.held.pop()
+        index, home = self.held.pop()
         if changed:  # as an optimizer's kernels, which count no version
             with torch._C.DisableTorchFunctionSubclass():
                 values = self.weight(index).detach().numpy()
             values[:] *= np.float32(1.5)
             self.expected[index].mul_(1.5)
             del values
-        self.homes[index].let_go(changed=changed)
+        home.let_go(changed=changed)
 
     @precondition(lambda self: len(self.brought) < 2)
     @rule(index=which)
     def bring(self, index):
+        assume(index not in self.left)
         values = self.streamer._keeper.bring(self.homes[index], self.weight(index))
         assert torch.equal(values, self.expected[index])
         self.brought.append(values)
@@ -127,8 +134,13 @@ class Streaming(RuleBasedStateMachine):
 
     @rule(index=which)
     def replace(self, index):
+        former = self.expected[index].clone()
         self.weight(index).data = self.expected[index] + 1
         self.expected[index].add_(1)
+        if home_of(self.weight(index)) is None:  # as somebody refers to the memory that it had
+            self.left.add(index)
+        assert all(torch.equal(alias, former) for at, alias in self.aliases if at == index)
+        self.aliases = [(at, alias) for at, alias in self.aliases if at != index]
 
     @precondition(lambda self: len(self.aliases) < 2)
     @rule(index=which)
@@ -180,7 +192,7 @@ class Streaming(RuleBasedStateMachine):
         assert self.account.used_bytes == 0, self.account.held_by()
 
     def close_and_look(self):
-        lent = {index for index, _ in self.aliases}
+        lent = {index for index, _ in self.aliases} | self.left
         failed = False
         try:
             self.streamer.close()

@@ -73,6 +73,18 @@ def functional_call(model):
     return bits(torch.func.functional_call(model, values, inputs(1)[0]))
 
 
+def functional_gradient(model):
+    """Gradients of values that stand in for the weights, each of them wrapped by ``torch.func``."""
+
+    def loss(values, x):
+        return torch.func.functional_call(model, values, x).square().mean()
+
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found = torch.func.grad(loss)(values, inputs(1)[0])
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, inputs(2)[1][:, None])
+    return {name: bits(grad) for name, grad in found.items()}, {k: bits(v) for k, v in each.items()}
+
+
 def averaged(model):
     ema = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
@@ -145,6 +157,7 @@ READS = {
     "new_zeros": lambda m: bits(weight(m).new_zeros(3)),
     "new parameter": lambda m: bits(nn.Parameter(weight(m).detach().clone())),
     "parameters_to_vector": lambda m: bits(nn.utils.parameters_to_vector(m.parameters())),
+    "functional gradients": functional_gradient,
     "functional_call": functional_call,
     "compiled function": compiled_read,
     "averaged model": averaged,
@@ -544,3 +557,52 @@ def test_a_swap_of_tensors_is_refused_and_changes_nothing(swap, state, disk_path
                 swap(model)
             assert_same(state_of(model), state_of(built(Chain)))
             assert_same(trained(model, sgd(model), inputs(2)), expected)
+
+
+def swapped(model):
+    """Other values for a while, as of an average, and those of before again."""
+    kept = [p.data for p in model.parameters()]
+    average = [p.detach() * 0.5 for p in model.parameters()]
+    for p, values in zip(model.parameters(), average, strict=True):
+        p.data = values
+    with torch.no_grad():
+        found = bits(model(inputs(1)[0]))
+    for p, values in zip(model.parameters(), kept, strict=True):
+        p.data = values
+    return found, [bits(values) for values in average], state_of(model)
+
+
+def flattened(model):
+    """All weights are parts of one tensor, by which they are changed."""
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, model.parameters())
+    flat.mul_(0.5)
+    found = bits(flat), bits(model(inputs(1)[0]))
+    weight(model).data.zero_()
+    return *found, bits(flat)
+
+
+def assigned_of_another(model):
+    other = nn.Linear(WIDTH, WIDTH, bias=False)
+    nn.init.constant_(other.weight, 0.01)
+    weight(model).data = other.weight.data
+    with torch.no_grad():
+        other.weight[3] = 0.5
+        weight(model)[5] = 0.25
+    return bits(other.weight), bits(weight(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*weights stay in memory, because other tensors share")
+@pytest.mark.parametrize("is_at_home", [False, True], ids=["session", "at home"])
+@pytest.mark.parametrize("way", [swapped, flattened, assigned_of_another])
+def test_memory_that_the_program_gives_and_takes_is_shared_as_without(way, is_at_home, disk_path):
+    plain = built(Chain)
+    expected = run(plain, way) + trained(plain, sgd(plain), inputs(2))
+    with scripted():
+        model = built(Chain)
+        with on_flash(model, disk_path, limit=LIMIT):
+            found = [] if is_at_home else run(model, way)
+        found += run(model, way) if is_at_home else []
+        with on_flash(model, disk_path, limit=LIMIT):
+            found += trained(model, sgd(model), inputs(2))
+    assert_same(found, expected)

@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 from penstock.core.errors import InPlaceError
 from penstock.homed import UpdateMemory, home_of, local_of
 from penstock.weights.eviction import WeightEviction
-from penstock.weights.homes import Home, is_dense, view_like
+from penstock.weights.homes import Home, is_laid_alike, shares_storage, view_like
 from penstock.weights.module_uses import ModuleUses
 from penstock.weights.reads import WeightReads
 from penstock.weights.stays import Stay, WeightTable
@@ -184,18 +184,20 @@ class WeightKeeper:
         if not home.is_mapped:
             self._replaced_on_device(stay, data)
             return
-        old = home.resting
-        is_dense_here = data.device == old.device and is_dense(data)
-        is_same = (data.dtype, data.size(), data.stride()) == (old.dtype, old.size(), old.stride())
         home.begin_touch()
         try:
-            if is_dense_here and not is_same:
-                self._move(stay, data)
-            elif is_dense_here:
+            is_lent = home.is_lent if stay.storage is None else stay.is_lent
+            is_same = is_laid_alike(data, home.resting)
+            memory = stay.storage or home.resting.untyped_storage()
+            is_its_own = is_same and shares_storage(data, memory)
+            is_taken = is_its_own or home.can_take(data, is_lent=is_lent)
+            if is_taken and is_same:
                 home.take(data)
+            elif is_taken:
+                self._move(stay, data)
         finally:
             home.end_touch(changed=True)
-        if not is_dense_here:
+        if not is_taken:
             self._leave_for(stay, data)
 
     def _replaced_on_device(self, stay: Stay, data: Tensor) -> None:

@@ -484,26 +484,35 @@ class Home:
         """Take other values, in memory or at home; a parameter that cannot rest leaves its home."""
         parameter = self._param()
         assert parameter is not None
-        old = self.resting
         with torch._C.DisableTorchFunctionSubclass():
             memory = Tensor.untyped_storage(parameter)
-            is_same = (data.dtype, data.size(), data.stride()) == (
-                old.dtype,
-                old.size(),
-                old.stride(),
-            )
-            if data.device != old.device or not is_dense(data) or not (is_same or self.room):
+            if is_laid_alike(data, self.resting) and shares_storage(data, memory):
+                return
+            if not self.can_take(data, is_lent=self.is_lent):
                 Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
                 self.leave()
                 self.warn_of_move(data.device)
-                return
-            if not is_same:
-                self.move(data)
-            elif not shares_storage(data, memory) or data.storage_offset():
+            elif is_laid_alike(data, self.resting):
                 with torch.no_grad():
-                    view_like(memory, old).copy_(data)
+                    view_like(memory, self.resting).copy_(data)
                 self.generation += 1
                 self.forget()
+            else:
+                self.move(data)
+
+    def can_take(self, data: Tensor, *, is_lent: bool) -> bool:
+        """Return whether the values of a tensor can be copied to where the weight is, and nobody sees it.
+
+        Else the parameter gets the tensor's memory, as without Penstock: others may write there, or may
+        refer to the memory that the weight has now.
+
+        Args:
+            data: The tensor.
+            is_lent: True if others than the parameter refer to its present memory.
+        """
+        if data.device != self.resting.device or not is_dense(data) or is_known(data):
+            return False
+        return not is_lent if is_laid_alike(data, self.resting) else self.room is not None
 
 
 HomeMaker = Callable[[str, Parameter, Tier, Place], Home]
@@ -727,6 +736,25 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return tensor.layout == torch.strided and tensor.numel() > 0
+
+
+def is_laid_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same type, shape, strides and offset in their memory."""
+    of_one = (one.dtype, one.size(), one.stride(), one.storage_offset())
+    return of_one == (other.dtype, other.size(), other.stride(), other.storage_offset())
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Return whether other tensors refer to the memory of one, or it is a part of more."""
+    storage = tensor.untyped_storage()
+    return storage.nbytes() != tensor.nbytes or use_count(storage) > own_uses()
+
+
+def own_uses() -> int:
+    """Return the use count of memory to which one tensor refers, and one variable."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return use_count(storage)
 
 
 def shares_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:

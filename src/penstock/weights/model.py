@@ -14,7 +14,7 @@ from penstock.core.units import format_bytes
 from penstock.homed import home_of, is_sharded, local_of, paused_holders, use_count
 from penstock.store.base import Place, Tier
 from penstock.weights.fsdp import Gathered, GatheredHome, GatheredWeights, is_whole
-from penstock.weights.homes import Home, WeightPlaces, is_dense, setting_of
+from penstock.weights.homes import Home, WeightPlaces, is_dense, own_uses, setting_of
 from penstock.weights.importing import load_dispatched
 
 _NAMED: Final = 3
@@ -153,7 +153,7 @@ def _large(
                 continue
             if has_home:
                 yield name, parameter
-            elif use_count(storage) > _own_uses() + gathered.uses(parameter):
+            elif use_count(storage) > own_uses() + gathered.uses(parameter):
                 others.append((name, parameter))
             elif storage.nbytes() == parameter.nbytes or is_sharded(parameter):
                 yield name, parameter
@@ -164,16 +164,13 @@ def _own_parameters(model: Module) -> Iterator[tuple[str, Parameter]]:
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen or is_whole(module, name):
+            if not isinstance(
+                parameter, Parameter
+            ):  # functional_call puts tensors there for a while
+                continue
+            if id(parameter) in seen or is_whole(module, name):
                 continue
             if parameter.layout != torch.strided:  # sparse: its parts are tensors of their own
                 continue
             seen.add(id(parameter))
             yield f"{path}.{name}" if path else name, parameter
-
-
-def _own_uses() -> int:
-    """Return the use count of memory to which one tensor refers, and one variable."""
-    tensor = torch.empty(1)
-    storage = tensor.untyped_storage()
-    return use_count(storage)

@@ -186,7 +186,7 @@ class WeightStreamer:
         parameters = [
             each
             for name, each in module._parameters.items()
-            if each is not None and not is_exchanged(module, name)
+            if isinstance(each, Parameter) and not is_exchanged(module, name)
         ]
         if any(self._table.stay_of(each) is None for each in parameters):
             self.add(module)
