@@ -6,6 +6,7 @@ from torch import nn
 from penstock.weights.resting import RestingParameter
 from weights_rig import (
     WEIGHT_BYTES,
+    WIDTH,
     Chain,
     assert_same,
     built,
@@ -46,4 +47,24 @@ def test_a_module_that_is_added_later_rests_when_it_is_called(disk_path):
         longer = lengthened(model)
         found = trained(longer, sgd(longer), inputs(3))
         assert type(longer[1].weight) is RestingParameter
+    assert_same(found, expected)
+
+
+def test_weights_of_lazy_modules_rest_in_the_next_session(disk_path):
+    def make():
+        return nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyLinear(WIDTH))
+
+    def run(model):
+        with torch.no_grad():
+            model(inputs(1)[0])
+        return trained(model, sgd(model), inputs(2))
+
+    plain = built(make)
+    expected = run(plain) + trained(plain, sgd(plain), inputs(2))
+    model = built(make)
+    with on_flash(model, disk_path, limit=LIMIT):
+        found = run(model)
+    with on_flash(model, disk_path, limit=LIMIT) as session:
+        found += trained(model, sgd(model), inputs(2))
+        assert len(homes_of(session)) == 2
     assert_same(found, expected)

@@ -85,6 +85,17 @@ def functional_gradient(model):
     return {name: bits(grad) for name, grad in found.items()}, {k: bits(v) for k, v in each.items()}
 
 
+def pulled_back(model):
+    found, pull = torch.func.vjp(model, inputs(1)[0])
+    return bits(found), bits(pull(torch.ones_like(found))[0])
+
+
+def copied_in_inference(model):
+    """A copy whose weights have no versions."""
+    with torch.inference_mode():
+        return bits(copy.deepcopy(model)(inputs(1)[0]))
+
+
 def averaged(model):
     ema = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
@@ -157,6 +168,8 @@ READS = {
     "new_zeros": lambda m: bits(weight(m).new_zeros(3)),
     "new parameter": lambda m: bits(nn.Parameter(weight(m).detach().clone())),
     "parameters_to_vector": lambda m: bits(nn.utils.parameters_to_vector(m.parameters())),
+    "vjp": pulled_back,
+    "copy in inference": copied_in_inference,
     "functional gradients": functional_gradient,
     "functional_call": functional_call,
     "compiled function": compiled_read,

@@ -13,7 +13,7 @@ from penstock.runtime.movers import memory_for
 from penstock.store.account import Account
 from penstock.store.arena import lone_block
 from penstock.store.pool import Block
-from penstock.weights.homes import Home
+from penstock.weights.homes import Home, untransformed
 
 
 class BroughtMemory(ABC):
@@ -108,7 +108,8 @@ class HostMemory(BroughtMemory):
 
     def finish(self, memory: Block, home: Home) -> torch.UntypedStorage:
         """Return the block as a storage."""
-        return torch.from_numpy(memory.lend(0, home.nbytes)).untyped_storage()
+        with untransformed():
+            return torch.from_numpy(memory.lend(0, home.nbytes)).untyped_storage()
 
     def write(self, home: Home, storage: torch.UntypedStorage) -> Transfer:
         """Write from the storage."""

@@ -17,6 +17,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, Protocol, cast
 
 import numpy as np
@@ -717,12 +718,18 @@ def _advice(needed: int, free: int) -> str:
     )
 
 
+def untransformed() -> AbstractContextManager[Any]:
+    """Return a block in which tensors that are made are none of a transform of ``torch.func``."""
+    guard: AbstractContextManager[Any] = torch._C._DisableFuncTorch()
+    return guard
+
+
 def view_like(storage: torch.UntypedStorage, parameter: Tensor) -> Tensor:
     """Return the beginning of a storage with the shape, strides and dtype of a parameter."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return view_like(storage, parameter)
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction(), untransformed():
         view = torch.empty(0, dtype=parameter.dtype, device=storage.device)
         return view.set_(storage, 0, parameter.size(), parameter.stride())
 

@@ -8,6 +8,7 @@ from typing import Final, cast
 
 import torch
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
 from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import format_bytes
@@ -167,6 +168,8 @@ def _own_parameters(model: Module) -> Iterator[tuple[str, Parameter]]:
             if not isinstance(
                 parameter, Parameter
             ):  # functional_call puts tensors there for a while
+                continue
+            if is_lazy(parameter) or parameter.is_inference():  # no values yet, or no version
                 continue
             if id(parameter) in seen or is_whole(module, name):
                 continue
