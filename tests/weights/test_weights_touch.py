@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import weight_norm
 
+from penstock.core.errors import PenstockWarning
+from penstock.homed import home_of
 from penstock.io.engine import Priority
 from penstock.weights.resting import RestingParameter
 from weights_rig import (
@@ -520,6 +522,7 @@ def plain():
     return of
 
 
+@pytest.mark.filterwarnings("ignore:weight .* has left its home, and stays in memory")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("name", "state"), GRID)
 def test_a_touched_weight_is_as_without(name, state, plain, disk_path):
@@ -605,9 +608,19 @@ def assigned_of_another(model):
     return bits(other.weight), bits(weight(model))
 
 
+def mastered(model):
+    """A parameter that nothing else refers to but the program, by which the weight is changed."""
+    master = nn.Parameter(torch.full((WIDTH, WIDTH), 0.02))
+    weight(model).data = master
+    with torch.no_grad():
+        master[2] = 0.75
+    return bits(weight(model))
+
+
 @pytest.mark.filterwarnings("ignore:.*weights stay in memory, because other tensors share")
+@pytest.mark.filterwarnings("ignore:weight .* has left its home, and stays in memory")
 @pytest.mark.parametrize("is_at_home", [False, True], ids=["session", "at home"])
-@pytest.mark.parametrize("way", [swapped, flattened, assigned_of_another])
+@pytest.mark.parametrize("way", [swapped, flattened, assigned_of_another, mastered])
 def test_memory_that_the_program_gives_and_takes_is_shared_as_without(way, is_at_home, disk_path):
     plain = built(Chain)
     expected = run(plain, way) + trained(plain, sgd(plain), inputs(2))
@@ -619,3 +632,42 @@ def test_memory_that_the_program_gives_and_takes_is_shared_as_without(way, is_at
         with on_flash(model, disk_path, limit=LIMIT):
             found += trained(model, sgd(model), inputs(2))
     assert_same(found, expected)
+
+
+NEW_VALUES = {
+    "new": lambda like: torch.full_like(like, 0.5),
+    "a view": lambda like: torch.full((like.numel(),), 0.5).view(like.shape),
+    "transposed": lambda like: torch.full(like.shape, 0.5).t(),
+    "converted": lambda like: torch.full((like.numel(),), 0.5).double().reshape(like.shape).float(),
+    "detached": lambda like: torch.full_like(like, 0.5).requires_grad_().detach(),
+}
+
+
+@pytest.mark.parametrize("is_at_home", [False, True], ids=["session", "at home"])
+@pytest.mark.parametrize("values", NEW_VALUES.values(), ids=NEW_VALUES)
+def test_a_weight_stays_at_home_if_it_gets_memory_that_nobody_else_has(
+    values, is_at_home, disk_path
+):
+    with scripted():
+        model = built(Chain)
+        with on_flash(model, disk_path, limit=LIMIT):
+            run(model, lambda m: bits(m(inputs(1)[0])))
+            if not is_at_home:
+                weight(model).data = values(torch.empty(WIDTH, WIDTH))
+                assert home_of(weight(model)) is not None
+        if is_at_home:
+            assert home_of(weight(model)) is not None
+            weight(model).data = values(torch.empty(WIDTH, WIDTH))
+            assert home_of(weight(model)) is not None
+        assert torch.equal(weight(model), torch.full((WIDTH, WIDTH), 0.5))
+
+
+def test_a_weight_that_leaves_its_home_is_named(disk_path):
+    with scripted():
+        model = built(Chain)
+        with on_flash(model, disk_path, limit=LIMIT):
+            run(model, lambda m: bits(m(inputs(1)[0])))
+            kept = torch.full((WIDTH, WIDTH), 0.5)
+            with pytest.warns(PenstockWarning, match="weight .* has left its home"):
+                weight(model).data = kept.data
+            assert home_of(weight(model)) is None

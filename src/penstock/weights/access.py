@@ -214,7 +214,7 @@ class WeightKeeper:
             with torch._C.DisableTorchFunctionSubclass():
                 Tensor.data.__set__(home.parameter, data)  # type: ignore[attr-defined]
             self._table.leave_home(stay)
-        home.warn_of_move(data.device)
+        home.warn_of_move(data)
 
     def _move(self, stay: Stay, data: Tensor) -> None:
         """Let a weight have another shape or type from now on."""

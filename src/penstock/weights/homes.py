@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
@@ -53,7 +54,7 @@ ROWS_SHARE: Final = 8
 """An embedding's rows are read at home, if they are less than this part of it."""
 _REMEDY = ", and load the weights again"
 _left: Final[weakref.WeakSet[Tier]] = weakref.WeakSet()
-"""Tiers of which a weight was moved to another device, as the user was told."""
+"""Tiers of which a weight has left its home for other memory, as the user was told."""
 
 
 class Keeper(Protocol):
@@ -350,19 +351,27 @@ class Home:
             parameter.__class__ = self.kinds.ordinary
         self._param = _nobody
 
-    def warn_of_move(self, device: torch.device) -> None:
-        """Say, once for all homes in the same files, that a weight has left its home for a device."""
+    def warn_of_move(self, data: Tensor) -> None:
+        """Say, once for all homes in the same files, that a weight has left its home for other memory."""
         files = self.room or self.tier
-        if device == self.resting.device or files in _left:
-            return
+        is_here = data.device == self.resting.device
+        if files in _left or (is_here and not (self.is_mapped and self.room)):
+            return  # what rests in place has no room for other values
         _left.add(files)
-        warnings.warn(
-            f"weight {self.name} was moved to {device}, where it is an ordinary parameter from now on"
-            " and rests no more; so is each other weight that is moved. Leave a model that rests"
-            " where it is, and give it to penstock.offload(model, weights='flash', device='cuda')",
-            PenstockWarning,
-            stacklevel=2,
-        )
+        if is_here:
+            text = (
+                f"weight {self.name} has left its home, and stays in memory: it was given other memory"
+                " (weight.data = other) while something else refers to that or to its former memory; so"
+                " does each weight to which this happens. weight.data.copy_(other) leaves it at home"
+            )
+        else:
+            text = (
+                f"weight {self.name} was moved to {data.device}, where it is an ordinary parameter from"
+                " now on and rests no more; so is each other weight that is moved. Leave a model that"
+                " rests where it is, and give it to penstock.offload(model, weights='flash',"
+                " device='cuda')"
+            )
+        warnings.warn(text, PenstockWarning, stacklevel=2)
 
     def give_back(self) -> BaseException | None:
         """Let the parameter rest where it rests outside of a session, if it ``returns``.
@@ -492,7 +501,7 @@ class Home:
             if not self.can_take(data, is_lent=self.is_lent):
                 Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
                 self.leave()
-                self.warn_of_move(data.device)
+                self.warn_of_move(data)
             elif is_laid_alike(data, self.resting):
                 with torch.no_grad():
                     view_like(memory, self.resting).copy_(data)
@@ -752,9 +761,20 @@ def is_laid_alike(one: Tensor, other: Tensor) -> bool:
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Return whether other tensors refer to the memory of one, or it is a part of more."""
+    """Return whether others refer to the memory of a tensor, or it is a part of more."""
     storage = tensor.untyped_storage()
-    return storage.nbytes() != tensor.nbytes or use_count(storage) > own_uses()
+    if isinstance(tensor, Parameter) or storage.nbytes() != tensor.nbytes:
+        return True
+    uses = own_uses()
+    if tensor._base is not None and _base_holders(tensor) == _base_holders(torch.empty(1).view(1)):
+        uses += 1  # of the tensor that this is a view of, which nobody else has
+    return use_count(storage) > uses
+
+
+def _base_holders(view: Tensor) -> int:
+    """Return the number of references to the tensor of which another is a view, those here included."""
+    base = view._base
+    return sys.getrefcount(base)
 
 
 def own_uses() -> int:
