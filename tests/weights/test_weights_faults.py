@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -17,6 +18,7 @@ from penstock.core.errors import (
     ShortTransferError,
     TransferError,
 )
+from penstock.io.engine import Transfer
 from weights_rig import (
     FLOOR,
     WEIGHT_BYTES,
@@ -89,6 +91,33 @@ def test_a_read_that_fails_is_an_error_once(disk_path):
             with pytest.raises(TransferError, match=r"weight layers\.\d\.weight"), torch.no_grad():
                 model(inputs(1)[0])
             assert_same(bits(model(inputs(1)[0])), expected)
+
+
+def test_a_signal_handler_that_raises_amid_a_read_leaves_the_weight_right(disk_path, monkeypatch):
+    """The program catches that and goes on: the memory was not filled yet, and is in use."""
+
+    class StopError(Exception):
+        pass
+
+    may_read = threading.Event()
+    wait = Transfer._wait
+
+    def interrupted(transfer, timeout_s):
+        if not may_read.is_set():
+            raise StopError  # as of a handler, which runs in the thread that waits
+        return wait(transfer, timeout_s)
+
+    with scripted() as engine:
+        model, x = built(Chain), inputs(1)[0]
+        with on_flash(model, disk_path, limit=LIMIT) as session, torch.no_grad():
+            expected = model.layers[1](x)
+            send_home(session._weights, homes_of(session)["layers.1.weight"])
+            engine.spoil = lambda _: may_read.wait(20)
+            monkeypatch.setattr(Transfer, "_wait", interrupted)
+            with pytest.raises(StopError):
+                model.layers[1](x)
+            may_read.set()
+            assert torch.equal(model.layers[1](x), expected)
 
 
 def test_flipped_bits_name_the_weight_the_file_and_the_offset(disk_path):

@@ -7,7 +7,6 @@ weight is needed now.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Final
 
 from penstock.core.locks import defer
@@ -121,8 +120,11 @@ class WeightReads:
             return
         if not coming.done:
             coming.promote(Priority.DEMAND)
-            with suppress(Exception):  # looked at below
+            try:
                 coming.wait()
+            except Exception:
+                if not coming.done:  # it is of a signal handler, and the read goes on
+                    raise
         with self._table.wake:
             error = self._table.arrived(stay) if stay.coming is coming else None
         if error is not None:
