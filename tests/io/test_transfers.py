@@ -1,9 +1,11 @@
 """What becomes of a request: settled once, told to all, whatever callbacks do."""
 
 import gc
+import sys
 import threading
 import weakref
 from concurrent.futures import CancelledError
+from contextlib import suppress
 
 import pytest
 
@@ -185,3 +187,39 @@ def test_a_transfer_that_is_cancelled_is_checked_too():
     assert transfer.cancel()
     assert [type(error) for error in seen] == [CancelledError]
     assert transfer.error is seen[0]
+
+
+def test_a_wait_that_a_signals_handler_ends_keeps_nobody_from_settling():
+    """Wherever it raises: the thread of an engine that waited for that one would move no more bytes."""
+    for count in range(1, 100):
+        transfer, left = Transfer(1), count
+
+        def interrupt(frame, event, argument):
+            nonlocal left
+            code = frame.f_code
+            if code.co_filename == threading.__file__ or code is Transfer._wait.__code__:
+                left -= 1
+                if not left:
+                    raise KeyboardInterrupt
+            return interrupt
+
+        gc.disable()
+        sys.settrace(interrupt)
+        try:
+            with suppress(TimeoutError):
+                transfer.wait(0.001)
+            is_through = True
+        except KeyboardInterrupt:
+            is_through = False
+        finally:
+            sys.settrace(None)
+            gc.enable()
+        if transfer._lock.bare.locked():
+            continue  # the lock's own matter
+        settling = threading.Thread(target=transfer.settle, daemon=True)
+        settling.start()
+        settling.join(20)
+        assert not settling.is_alive()
+        if is_through:
+            break
+    assert 5 < count < 99

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from _thread import LockType, allocate_lock
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
@@ -131,8 +132,8 @@ class Transfer:
         "_callbacks",
         "_cancel",
         "_error",
-        "_event",
         "_finish",
+        "_gates",
         "_lock",
         "_over",
         "_promote",
@@ -159,7 +160,9 @@ class Transfer:
         self._cancel = cancel
         self._promote = promote
         self._lock = Lock()
-        self._event: threading.Event | None = None  # for waiters; few transfers have one
+        # Of each waiter a bare lock, as an Event has one in Python, which a signal's handler that raises
+        # may leave taken, so that the thread that settles the transfer would wait for it for ever.
+        self._gates: list[LockType] = []
         self._finish: _Finish | None = None
         self._after: Callable[[], None] | None = None
         self._settling = False
@@ -197,13 +200,13 @@ class Transfer:
         return self.nbytes
 
     def _wait(self, timeout_s: float | None) -> bool:
+        gate = allocate_lock()
+        gate.acquire()
         with self._lock:
             if self._over:
                 return True
-            if self._event is None:
-                self._event = threading.Event()
-            event = self._event
-        return event.wait(timeout_s)
+            self._gates.append(gate)
+        return gate.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
 
     def cancel(self) -> bool:
         """Cancel the request if no part of it has started; return True if it is settled as cancelled."""
@@ -274,8 +277,8 @@ class Transfer:
                 self._call(callback)
             with self._lock:
                 callbacks = self._next_callbacks()
-        if self._event is not None:  # nobody makes one any more
-            self._event.set()
+        for gate in self._gates:  # nobody adds one any more
+            gate.release()
         after, self._after = self._after, None
         if after is not None:
             after()
