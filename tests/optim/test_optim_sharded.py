@@ -112,6 +112,36 @@ def test_the_norm_is_that_of_all_ranks_and_the_same_on_each(disk_path):
     rank_programs.run(disk_path, "mesh = init_device_mesh('cpu', (world,))\n" + CLIPPED)
 
 
+def test_ranks_that_would_clip_by_different_factors_are_refused_before_a_weight_changes(disk_path):
+    rank_programs.run(
+        disk_path,
+        """
+        def refused(group, **settings):
+            model = sharded(network()) if group is None else network()
+            optimizer = FlashAdamW(
+                model.parameters(), lr=1e-2, flash=flash, tile=1024, clip_group=group, **settings
+            )
+            before = [local(each.detach()).clone() for each in model.parameters()]
+            backward(model, 0)
+            try:
+                optimizer.step()
+            except ConfigError as error:
+                assert_same(model.parameters(), before)
+                return str(error)
+            finally:
+                optimizer.close()
+
+        for group in (None, dist.group.WORLD):
+            found = on_all(refused(group, clip_norm=0.1, overlap=rank == 0))
+            assert len(set(found)) == 1, found
+            assert "rank 0: clip_norm=0.1, overlap=True; rank 1: clip_norm=0.1, overlap=False" in found[0]
+            found = on_all(refused(group, clip_norm=0.1 + rank))
+            assert len(set(found)) == 1, found
+            assert "rank 0: clip_norm=0.1, overlap=False; rank 1: clip_norm=1.1, over" in found[0]
+        """,
+    )
+
+
 @pytest.mark.slow
 def test_replicas_count_once_in_the_norm(disk_path):
     names = "mesh_dim_names=('replicas', 'shards')"

@@ -8,13 +8,13 @@ agree on the norm of all gradients only.
     over which a parameter is sharded, and each rank adds them in the order of ranks. So all get the same
     bits, in every run. Over a dimension of replicas nothing is added: each gradient counts once. Which
     sums are gathered follows from the parameters, not from their gradients, so that no rank waits for
-    one that has none.
+    one that has none. Each rank sends its settings along, since others would make another factor of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -165,16 +165,27 @@ def local_state(value: Any, param: Tensor, name: str, key: str) -> Any:
     return local_of(value)
 
 
-def total_norm(params: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Tensor:
+class Clipping(NamedTuple):
+    """Settings that ranks must share which clip by one norm. They are exchanged along with it."""
+
+    clip_norm: float
+    overlap: bool
+
+
+def total_norm(params: Sequence[Tensor], norms: Mapping[int, Tensor], clipping: Clipping) -> Tensor:
     """Return the 2-norm of the gradients of all ranks. See [Note: one norm on all ranks].
 
     Args:
         params: All parameters of the optimizer.
         norms: By number of the parameter: norm of its gradient in this process; those without one are
             left out.
+        clipping: Settings of this rank.
 
     Returns:
         A float32 scalar on the host.
+
+    Raises:
+        ConfigError: Settings of ranks differ; on all of them.
     """
     sums: dict[tuple[DeviceMesh, tuple[int, ...]] | None, float] = {}
     for index, param in enumerate(params):
@@ -188,23 +199,29 @@ def total_norm(params: Sequence[Tensor], norms: Mapping[int, Tensor]) -> Tensor:
         sums[key] = sums.get(key, 0.0) + square
     total = 0.0
     for key, mine in sums.items():
-        total += mine if key is None else _over_ranks(mine, *key)
+        total += mine if key is None else _over_ranks(mine, *key, clipping)
     return torch.tensor(total, dtype=torch.float64).sqrt().float()
 
 
-def norm_over(group: Any, mine: Tensor | None) -> Tensor:
+def norm_over(group: Any, mine: Tensor | None, clipping: Clipping) -> Tensor:
     """Return the 2-norm of what the ranks of a group have together, added in the order of ranks.
 
     Args:
         group: Process group of ``torch.distributed``.
         mine: Norm on this rank; None if it has no gradient.
+        clipping: Settings of this rank.
 
     Returns:
         A float32 scalar on the host, with the same bits on all of them.
+
+    Raises:
+        ConfigError: Settings of ranks differ; on all of them.
     """
-    norms: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(norms, 0.0 if mine is None else float(mine), group=group)
-    total = sum(norm**2 for norm in norms)
+    found: list[Any] = [None] * torch.distributed.get_world_size(group)
+    sent = (0.0 if mine is None else float(mine), *clipping)
+    torch.distributed.all_gather_object(found, sent, group=group)
+    _check_same([settings for _, *settings in found], group)
+    total = sum(norm**2 for norm, *_ in found)
     return torch.tensor(total, dtype=torch.float64).sqrt().float()
 
 
@@ -243,13 +260,31 @@ def common_step(own: Sequence[int]) -> int:
     return 0
 
 
-def _over_ranks(mine: float, mesh: DeviceMesh, dims: Sequence[int]) -> float:
+def _check_same(found: Iterable[Sequence[float]], group: Any) -> None:
+    """Raise ConfigError if ranks of a group sent different settings, from which factors would differ."""
+    of_all = [Clipping(norm, bool(overlap)) for norm, overlap in found]
+    if len(set(of_all)) == 1:
+        return
+    ranks = torch.distributed.get_process_group_ranks(group)
+    told = "; ".join(
+        f"rank {rank}: clip_norm={each.clip_norm:g}, overlap={each.overlap}"
+        for rank, each in zip(ranks, of_all, strict=True)
+    )
+    raise ConfigError(
+        f"ranks that clip by one norm have different settings ({told}), so they would scale their"
+        " gradients by different factors: give each rank the same clip_norm and overlap"
+    )
+
+
+def _over_ranks(mine: float, mesh: DeviceMesh, dims: Sequence[int], clipping: Clipping) -> float:
     for dim in dims:
         group = mesh.get_group(dim)
-        sent = torch.tensor([mine], dtype=torch.float64, device=mesh.device_type)
-        found = torch.empty(mesh.size(dim), dtype=torch.float64, device=mesh.device_type)
+        sent = torch.tensor([[mine, *clipping]], dtype=torch.float64, device=mesh.device_type)
+        found = sent.new_empty(mesh.size(dim), sent.shape[1])
         torch.distributed.all_gather_into_tensor(found, sent, group=group)
-        mine = sum(found.tolist())
+        squares, *settings = found.t().tolist()
+        _check_same(zip(*settings, strict=True), group)
+        mine = sum(squares)
     return mine
 
 

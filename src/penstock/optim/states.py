@@ -38,7 +38,7 @@ from penstock.optim.params import Groups, Param, Tile, fresh_scalars, options_of
 from penstock.optim.pipeline import RecordBuffer, TilePipeline
 from penstock.optim.pool import make_pool, wait_for_all
 from penstock.optim.probe import ProbedOptimizer
-from penstock.optim.shards import common_step, norm_over, total_norm
+from penstock.optim.shards import Clipping, common_step, norm_over, total_norm
 from penstock.optim.squeeze import Squeezer, slack_bytes
 from penstock.optim.store import RecordStore
 from penstock.optim.update import UpdatePass, Updater
@@ -402,6 +402,11 @@ class FlashStates:
         assert norm is not None
         return torch.clamp(self.config.clip_norm / (norm.cpu() + 1e-6), max=1.0)
 
+    @property
+    def _clipping(self) -> Clipping:
+        assert self.config.clip_norm is not None
+        return Clipping(float(self.config.clip_norm), self.config.overlap)
+
     def note_norm(self, grads: Mapping[int, Tensor], known: Mapping[int, Tensor]) -> None:
         """Take the norm of all gradients as the last one; of parameters on many ranks, over all of them.
 
@@ -411,7 +416,7 @@ class FlashStates:
         """
         norm = self._norm_of(grads, known)
         if self.config.clip_group is not None:
-            norm = norm_over(self.config.clip_group, norm)
+            norm = norm_over(self.config.clip_group, norm, self._clipping)
         if norm is not None:
             self.last_norm = norm
 
@@ -422,7 +427,7 @@ class FlashStates:
             return torch.nn.utils.get_total_norm([grad for _, grad in in_order]) if grads else None
         norms = {i: known[i] if i in known else torch.linalg.vector_norm(g) for i, g in in_order}
         if self._is_sharded:
-            return total_norm([param.tensor for param in self.params], norms)
+            return total_norm([param.tensor for param in self.params], norms, self._clipping)
         found = list(norms.values())
         together = torch.stack([norm.to(found[0].device) for norm in found])
         whole: Tensor = torch.linalg.vector_norm(together)
