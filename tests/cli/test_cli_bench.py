@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -76,6 +77,50 @@ def test_the_plain_side_uses_nothing_of_the_engine(course, monkeypatch):
     requests = list(course.requests("mixed", 512 * KIB, 0))
     monkeypatch.setattr(threads, "_move", refuse)
     assert course.plain_pass(requests) > 0
+
+
+def plain_threads():
+    return [
+        each for each in threading.enumerate() if getattr(each, "_target", None) is bandwidth._work
+    ]
+
+
+def test_an_interrupt_while_plain_threads_start_leaves_none(course, monkeypatch):
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        thread.daemon = True  # else this test, where it fails, would not end
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        course.plain_pass(list(course.requests("read", 512 * KIB, 0)))
+    assert not plain_threads()
+
+
+def test_an_interrupt_while_plain_threads_work_ends_them(course, monkeypatch):
+    join, enough, calls = threading.Thread.join, threading.Event(), []
+
+    def call(fd, buffers, offset):
+        calls.append(offset)
+        enough.wait()
+        return len(buffers[0])
+
+    def interrupted(thread):
+        monkeypatch.setattr(threading.Thread, "join", lambda each: (enough.set(), join(each)))
+        raise KeyboardInterrupt
+
+    pieces = [(call, 0, memoryview(b"1234"), index) for index in range(9)]
+    monkeypatch.setattr(course, "_pieces", lambda requests: pieces)
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            course.plain_pass([])
+        assert not plain_threads()
+        assert len(calls) <= course.engine.spec.workers
+    finally:
+        enough.set()
 
 
 def test_sides_take_turns_in_changing_order(disk_path, monkeypatch):

@@ -5,6 +5,7 @@ import errno
 import os
 import time
 
+import numpy as np
 import pytest
 import torch
 from optim_runs import assert_same, give_gradients, parameters, train
@@ -20,6 +21,7 @@ from penstock import (
 )
 from penstock.io.threads import Syscalls, ThreadEngine
 from penstock.optim import FlashAdamW, on_flash
+from penstock.optim.config import StatesConfig
 from penstock.store import FaultyTier, LoggedTier
 from penstock.testing.faults import Fail, FaultySyscalls
 from penstock.testing.shared_engine import shared_engine_replaced
@@ -270,6 +272,8 @@ def test_it_is_closed_once_and_not_copied(small):
         ({"flash": "/dev/shm"}, "in memory"),
         ({"tile": 1000}, "multiple of 256"),
         ({"tile": "1MiB"}, "tile='1MiB' must be an integer, 1 or more"),
+        ({"tile": None}, "tile=None must be an integer, 1 or more"),
+        ({"accumulation": True}, "accumulation=True must be an integer, 1 or more"),
         ({"threads": 1.5}, r"threads=1\.5 must be an integer, 1 or more"),
         ({"format": "int4"}, "none of"),
         ({"accumulation": 2}, "only with overlap"),
@@ -280,6 +284,13 @@ def test_it_is_closed_once_and_not_copied(small):
 def test_settings_that_make_no_sense(settings, words, small):
     with pytest.raises(ConfigError, match=words):
         FlashAdamW(parameters(), **{**small, **settings})
+
+
+def test_integers_of_numpy_are_integers(small):
+    given = {"tile": np.int64(1 << 20), "accumulation": np.int64(2), "overlap": True}
+    found = StatesConfig(**{**small, **given})
+    assert (found.tile, found.accumulation) == (1 << 20, 2)
+    assert type(found.tile) is int
 
 
 def test_several_directories_hold_a_record_together(small):

@@ -316,6 +316,15 @@ def test_a_short_file_is_damaged(disk_path, cut):
         weights.load(Net(2), source)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_an_index_may_have_any_encoding_that_json_has(disk_path, encoding):
+    folder = source_of(Net(1), disk_path, 3)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text(encoding="utf-8"), encoding=encoding)
+    weights.load(net := Net(2), folder)
+    assert torch.equal(net.embed.weight, Net(1).embed.weight)
+
+
 def test_a_folder_that_is_not_whole_is_damaged(disk_path):
     folder = source_of(Net(1), disk_path, 3)
     index = folder / "model.safetensors.index.json"

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal, Self
 
@@ -251,12 +252,19 @@ class Course:
         workers = [
             threading.Thread(target=_work, args=(pieces, gate, failures)) for _ in range(threads)
         ]
-        for thread in workers:
-            thread.start()
-        gate.wait()
-        start = time.perf_counter()
-        for thread in workers:
-            thread.join()
+        try:
+            for thread in workers:
+                thread.start()
+            gate.wait()
+            start = time.perf_counter()
+            for thread in workers:
+                thread.join()
+        finally:  # after an interrupt no thread waits at the gate, nor uses the files and the buffer
+            pieces.clear()
+            gate.abort()
+            for thread in workers:
+                if thread.is_alive():
+                    thread.join()
         for file in self.files:
             if not file.direct:
                 os.fdatasync(file.fd)
@@ -312,7 +320,8 @@ _Piece = tuple[Callable[[int, list[memoryview], int], int], int, memoryview, int
 
 
 def _work(pieces: deque[_Piece], gate: threading.Barrier, failures: list[OSError]) -> None:
-    gate.wait()
+    with suppress(threading.BrokenBarrierError):  # there are no pieces then
+        gate.wait()
     while not failures:
         try:
             call, fd, memory, offset = pieces.popleft()

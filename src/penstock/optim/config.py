@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Final
 
@@ -103,8 +104,11 @@ class StatesConfig:
             raise ConfigError(f"format {self.format!r} is none of {', '.join(FORMATS)}")
         for name in ("tile", "accumulation", "threads", "planned_steps"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= 1):
+            if value is None and name in ("threads", "planned_steps"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be an integer, 1 or more")
+            object.__setattr__(self, name, int(value))
         if self.tile % UNIT:
             raise ConfigError(f"tile={self.tile} is not a multiple of {UNIT}")
         if self.accumulation > 1 and not self.overlap:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError, DamagedError, TransferError, transfer_error
-from penstock.core.files import given_paths, open_regular, parse_json, read_text
+from penstock.core.files import given_paths, open_regular, parse_json
 from penstock.core.units import MIB, round_up
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -315,7 +315,8 @@ def _unread(path: str, error: OSError) -> TransferError:
 
 def _read_json(path: str) -> Any:
     try:
-        return parse_json(read_text(path), object_pairs_hook=_unique)
+        with open(path, "rb", opener=open_regular) as file:
+            return parse_json(file.read(), object_pairs_hook=_unique)  # bytes: UTF-16 is JSON, too
     except TransferError:
         raise
     except OSError as error:

@@ -241,6 +241,10 @@ def test_a_trace_is_run(tmp_path, capsys):
             "--hot is for randread, randwrite, randrw, not for read",
         ),
         ([*RUN, "randread", "--start", "4KiB"], "--start is for read, write, not for randread"),
+        (
+            [*RUN, "read", "--flush-every", "10"],
+            "--flush-every is for randwrite, randrw, write, not for read",
+        ),
         ([*RUN, "randread", "--format", "msr"], "--format is for a trace, not for randread"),
         ([*RUN, __file__, "--request-size", "4KiB"], "--request-size is for randread"),
         ([*RUN, "randread", "--request-size", "100"], "use a multiple of 512"),

@@ -50,16 +50,16 @@ _SYNTHETIC: Final = {
     "write": (False, 0.0),
 }
 """Workloads by their names in fio: (random, share of reads)."""
-_PLAIN: Final = ("requests", "queue_depth", "working_set", "filled", "skip", "flush_every")
+_PLAIN: Final = ("requests", "queue_depth", "working_set", "filled", "skip")
 """Options of every synthetic workload that are fields of :class:`Workload` by the same name."""
 _TRACE: Final = "a trace"
 _MQSIM: Final = "MQSim's workload"
 _TAKES: Final[dict[str, tuple[str, ...]]] = {
     "randread": (*_PLAIN, "request_size", "hot"),
-    "randwrite": (*_PLAIN, "request_size", "hot"),
-    "randrw": (*_PLAIN, "request_size", "hot", "read_share"),
+    "randwrite": (*_PLAIN, "request_size", "hot", "flush_every"),
+    "randrw": (*_PLAIN, "request_size", "hot", "flush_every", "read_share"),
     "read": (*_PLAIN, "request_size", "start"),
-    "write": (*_PLAIN, "request_size", "start"),
+    "write": (*_PLAIN, "request_size", "start", "flush_every"),
     _TRACE: ("format", "requests", "queue_depth", "filled", "skip"),
     _MQSIM: ("scenario",),
 }
@@ -284,7 +284,7 @@ def _scenario(workload: str, number: int | None) -> Scenario | None:
 def _synthetic(options: argparse.Namespace, given: dict[str, Any]) -> Workload:
     random, share = _SYNTHETIC[options.workload]
     fields: dict[str, Any] = {
-        name: given[name] for name in (*_PLAIN, "read_share") if name in given
+        name: given[name] for name in (*_PLAIN, "flush_every", "read_share") if name in given
     }
     for name, field in (("request_size", "request_bytes"), ("start", "start_bytes")):
         if name in given:
