@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +56,8 @@ def test_a_machine_file_is_printed_and_written(quick, disk_path, capsys):
     machine = Machine.load(output)
     assert captured.out == output.read_text(encoding="utf-8") == machine.to_toml()
     assert machine.compute is not None
+    assert len(machine.compute.product_efficiency) == 7
+    assert "in products with a shortest side of 1 ... 4096" in captured.err
     assert machine.device_bytes == machine.host_bytes > 0
     assert machine.flash_bytes > 0
     assert not machine.flash_over_link
@@ -179,6 +181,21 @@ def test_rates_are_operations_over_time(monkeypatch):
     assert compute._peak_flops(where, torch.float32, lambda: None) == 2 * 256**3 / 0.5
     monkeypatch.setattr(compute, "_STREAM_FLOATS", {"cpu": 1000})
     assert compute._stream(where, lambda: None) == 12_000 / 0.25
+
+
+def test_products_are_timed_where_no_launch_is_longer_than_they_are(quick, monkeypatch):
+    monkeypatch.setattr(compute, "_BATCH", {"meta": 2})
+    monkeypatch.setattr(compute, "_STREAM_FLOATS", {"meta": 1 << 12})
+    found = compute.measure(torch.device("meta"))
+    assert found.product_efficiency == ()
+    assert 0 < found.efficiency <= 1
+
+
+@given(st.lists(st.floats(1e-3, 1), min_size=7, max_size=7))
+def test_shares_as_they_are_written_neither_fall_nor_grow_faster_than_the_rows(rates):
+    shares = compute._shares(rates, 1.0)
+    assert shares[0] == float(f"{rates[0]:.4g}")
+    assert all(a <= b <= 4 * a for a, b in pairwise(shares))
 
 
 @given(

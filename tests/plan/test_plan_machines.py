@@ -87,6 +87,7 @@ def test_a_file_is_read_by_what_is_in_it(tmp_path):
         ("cudnn = 4", "cudnn = 3", "cudnn is 3, it must be 4 or more"),
         ("product_efficiency = []", "product_efficiency = [0.5]", "[0.5]; it must be 7 numbers over 0"),
         ("product_efficiency = []", f"product_efficiency = {[0.5] * 6 + [1.5]}", "0.5, 1.5]; it must"),
+        ("product_efficiency = []", f"product_efficiency = {[0.9] + [0.1] * 6}", "none below the one"),
         ("[compute]", "[compute", "is not TOML"),
         ("version = 2", "version = 1", "field 'version' is 1, this Penstock reads 2"),
         ('penstock = "machine"', 'penstock = "plan"', "not a Penstock machine"),

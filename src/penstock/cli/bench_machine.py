@@ -41,7 +41,7 @@ from penstock.core.units import MIB, format_bandwidth, format_duration, round_do
 from penstock.io.aio import default_engine
 from penstock.io.engine import Transfer
 from penstock.observe.recorder import Recorder, Stage
-from penstock.plan.machine import Compute, Machine
+from penstock.plan.machine import PRODUCT_SIDES, Compute, Machine
 from penstock.runtime import probe
 from penstock.store.arena import Arena
 from penstock.store.base import Ticket
@@ -65,10 +65,10 @@ def add_parser(what: Any) -> None:
     made = add_command(
         what,
         "machine",
-        "measure all that plans need of this machine; prints a machine file",
+        "measure what plans need of this machine; prints a machine file",
         execute,
         description="Measure flash, host copies, arithmetic, memory, launches, and the slowdown of"
-        " computing\nduring flash transfers; takes less than a minute. Prints a machine file (TOML).",
+        " computing\nduring flash transfers; takes about a minute. Prints a machine file (TOML).",
         examples=_EXAMPLES,
     )
     made.add_argument(
@@ -117,8 +117,11 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         found = compute.measure(device)
         results.append(f"{found.float32_flops_per_s / 1e12:.3g} TFLOPS float32")
         results.append(f"{found.half_flops_per_s / 1e12:.3g} bfloat16")
-        products = ", ".join(f"{one:.0%}" for one in found.product_efficiency)
-        results.append(f"{found.efficiency:.0%} of it in convolutions, {products} in products")
+        results.append(f"{found.efficiency:.0%} of float32 in layers")
+        if shares := found.product_efficiency:
+            sides = f"{PRODUCT_SIDES[0]} ... {PRODUCT_SIDES[-1]}"
+            reached = f"{shares[0]:.0%} ... {shares[-1]:.0%} of it"
+            results.append(f"{reached} in products with a shortest side of {sides}")
         results.append(f"memory {format_bandwidth(found.memory_bytes_per_s)}")
     with _reported("computing while flash moves") as results:
         beside = interference(directory, compute.Load(device).run, seconds)
@@ -192,7 +195,7 @@ def _with_work(machine: Machine, directory: str, seconds: float) -> Machine:
 def _shortened(found: Compute) -> Compute:
     """Return the speeds with few digits, as they are only that exact."""
     few: dict[str, Any] = {k: _short(v) for k, v in asdict(found).items() if isinstance(v, float)}
-    return replace(found, **few, product_efficiency=tuple(map(_short, found.product_efficiency)))
+    return replace(found, **few)
 
 
 def _short(value: float) -> float:

@@ -45,16 +45,18 @@ def device_bytes(where: torch.device) -> int:
 def measure(where: torch.device) -> Compute:
     """Measure peak arithmetic, the share of it that layers reach, memory bandwidth, and launches."""
     wait = _waiter(where)
-    convolutions, products = _convolution_flops(where, wait), _product_flops(where, wait)
+    layers = _layer_flops(where, wait)
+    # elsewhere the launch of a small product takes longer than the product
+    products = _product_flops(wait) if where.type == "cpu" else []
     # some algorithms save multiplications
-    peak = max(_peak_flops(where, torch.float32, wait), *convolutions, *products)
+    peak = max(_peak_flops(where, torch.float32, wait), *layers, *products)
     return Compute(
         float32_flops_per_s=peak,
         half_flops_per_s=_peak_flops(where, torch.bfloat16, wait),
-        efficiency=statistics.median(convolutions) / peak,
+        efficiency=statistics.median(layers) / peak,
         memory_bytes_per_s=_stream(where, wait),
         operator_s=_launch_s(where, wait),
-        product_efficiency=tuple(one / peak for one in products),
+        product_efficiency=_shares(products, peak),
     )
 
 
@@ -119,8 +121,8 @@ def _peak_flops(where: torch.device, dtype: torch.dtype, wait: Wait) -> float:
     return best
 
 
-def _convolution_flops(where: torch.device, wait: Wait) -> list[float]:
-    """Return operations per second of typical convolutions, in forward and backward."""
+def _layer_flops(where: torch.device, wait: Wait) -> list[float]:
+    """Return operations per second of typical layers, in forward and backward."""
     found = []
     batch = _BATCH[where.type]
     with _no_quicker_formats():
@@ -129,26 +131,36 @@ def _convolution_flops(where: torch.device, wait: Wait) -> list[float]:
             images = torch.randn(batch, channels, side, side, device=where, requires_grad=True)
             flops = 6 * batch * out * side * side * channels * kernel**2
             found.append(flops / min(_both_ways_s([layer], images, wait)))
+        linear = torch.nn.Linear(*_LINEAR, device=where)
+        inputs = torch.randn(64 * batch, _LINEAR[0], device=where, requires_grad=True)
+        flops = 6 * 64 * batch * _LINEAR[0] * _LINEAR[1]
+        found.append(flops / min(_both_ways_s([linear], inputs, wait)))
     return found
 
 
-def _product_flops(where: torch.device, wait: Wait) -> list[float]:
-    """Return operations per second of linear layers in forward and backward, for ``PRODUCT_SIDES`` rows.
+def _product_flops(wait: Wait) -> list[float]:
+    """Return operations per second of linear layers, both ways, for ``PRODUCT_SIDES`` rows."""
+    found = []
+    layers = [torch.nn.Linear(*_LINEAR, bias=False) for _ in range(_LAYERS)]
+    for rows in PRODUCT_SIDES:
+        inputs = torch.randn(rows, _LINEAR[0], requires_grad=True)
+        took_s = statistics.median(_both_ways_s(layers, inputs, wait))
+        found.append(6 * rows * _LINEAR[0] * _LINEAR[1] / took_s)
+    return found
+
+
+def _shares(rates: Sequence[float], peak: float) -> tuple[float, ...]:
+    """Return rates for ``PRODUCT_SIDES`` as fractions of the peak, with four digits.
 
     More rows are never counted as slower, nor as taking less time in all.
     """
     found: list[float] = []
-    layers = [torch.nn.Linear(*_LINEAR, bias=False, device=where) for _ in range(_LAYERS)]
-    with _no_quicker_formats():
-        for rows in PRODUCT_SIDES:
-            inputs = torch.randn(rows, _LINEAR[0], device=where, requires_grad=True)
-            took_s = statistics.median(_both_ways_s(layers, inputs, wait))
-            rate = 6 * rows * _LINEAR[0] * _LINEAR[1] / took_s
-            if found:
-                fewer = PRODUCT_SIDES[len(found) - 1]
-                rate = min(max(rate, found[-1]), found[-1] * rows / fewer)
-            found.append(rate)
-    return found
+    for rate, rows, fewer in zip(rates, PRODUCT_SIDES, (1, *PRODUCT_SIDES), strict=False):
+        share = float(f"{rate / peak:.4g}")
+        if found:
+            share = min(max(share, found[-1]), found[-1] * rows / fewer)
+        found.append(share)
+    return tuple(found)
 
 
 def _both_ways_s(

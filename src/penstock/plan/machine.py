@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
+from itertools import pairwise
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final
@@ -44,7 +45,8 @@ class Compute:
     half_flops_per_s: float
     """Peak of 16-bit arithmetic."""
     efficiency: float
-    """Fraction of the peak that convolutions and matrix products reach; over 0, at most 1."""
+    """Fraction of the peak that convolutions, and matrix products that are not measured by size, reach;
+    over 0, at most 1."""
     memory_bytes_per_s: float
     operator_s: float
     """Least time of any operator: its launch."""
@@ -53,8 +55,8 @@ class Compute:
     processors: int = field(default=0, metadata=MAY_BE_OMITTED)
     """Multiprocessors, each of which computes one tile of a product at a time; 0: not known."""
     product_efficiency: tuple[float, ...] = field(default=(), metadata=MAY_BE_OMITTED)
-    """Fraction of the peak that matrix products reach whose shortest side is each of ``PRODUCT_SIDES``;
-    empty: not measured, ``efficiency`` and ``processors`` tell it."""
+    """Fraction of the peak that 32-bit matrix products reach whose shortest side is each of
+    ``PRODUCT_SIDES``; empty: not measured, ``efficiency`` and ``processors`` tell it, as in 16 bits."""
 
     def __post_init__(self) -> None:
         for name, fewest in _FEWEST.items():
@@ -63,11 +65,14 @@ class Compute:
                 raise ConfigError(f"compute: {name} is {value}, it must be {fewest} or more")
         shares = self.product_efficiency
         if shares and (
-            len(shares) != len(PRODUCT_SIDES) or not all(0 < one <= 1 for one in shares)
+            len(shares) != len(PRODUCT_SIDES)
+            or not all(0 < one <= 1 for one in shares)
+            or any(more < fewer for fewer, more in pairwise(shares))
         ):
             raise ConfigError(
                 f"compute: product_efficiency is {list(shares)}; it must be {len(PRODUCT_SIDES)} numbers"
-                f" over 0 and at most 1, for products whose shortest side is {PRODUCT_SIDES}, or left out"
+                " over 0 and at most 1, none below the one before, for products whose shortest side is"
+                f" {PRODUCT_SIDES}, or left out"
             )
         for one in fields(self):
             value = getattr(self, one.name)

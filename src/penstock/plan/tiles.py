@@ -33,15 +33,15 @@ def utilization(compute: Compute, rows: int, columns: int, products: int) -> flo
     return products * rows * columns / (waves * compute.processors * TILE_COLUMNS**2)
 
 
-def product_share(compute: Compute, one: Product) -> float:
+def product_share(compute: Compute, one: Product, *, half: bool) -> float:
     """Return the fraction of the peak that a call of ``mm`` or the like reaches; over 0, at most 1.
 
-    Where it is measured, the shortest side tells it: the fewer operations there are for each element,
-    the longer memory takes beside them. Else it is ``compute.efficiency`` of what keeps the device busy.
-    A product whose depth is larger than both of its sides is split along its depth as well, like the
-    gradient of a convolution's filters: it always fills the device.
+    Where it is measured, which is in 32 bits, the shortest side tells it: the fewer operations there are
+    for each element, the longer memory takes beside them. Else it is ``compute.efficiency`` of what keeps
+    the device busy. A product whose depth is larger than both of its sides is split along its depth as
+    well, like the gradient of a convolution's filters: it always fills the device.
     """
-    if compute.product_efficiency:
+    if compute.product_efficiency and not half:
         return _measured_share(compute.product_efficiency, min(one.rows, one.columns, one.depth))
     if one.depth > max(one.rows, one.columns):
         return compute.efficiency

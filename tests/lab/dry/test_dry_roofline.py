@@ -86,14 +86,14 @@ MEASURED = replace(
 sides = st.integers(min_value=1, max_value=9000)
 
 
-def product_ns(rows, columns, depth, count=1):
+def product_ns(rows, columns, depth, compute=MEASURED, *, half=False):
     return operator_ns(
-        MEASURED,
-        flops=2 * count * rows * columns * depth,
+        compute,
+        flops=2 * rows * columns * depth,
         moved_bytes=0,
-        half=False,
+        half=half,
         dense=True,
-        product=Product(count, rows, columns, depth),
+        product=Product(1, rows, columns, depth),
     )
 
 
@@ -110,9 +110,26 @@ def test_a_measured_product_is_as_fast_as_its_shortest_side():
     assert took(10**12, compute=MEASURED) == took(10**12)
 
 
-@given(rows=sides, more=st.integers(1, 500), columns=sides, depth=sides)
-def test_more_rows_never_take_less(rows, more, columns, depth):
-    assert product_ns(rows + more, columns, depth) >= product_ns(rows, columns, depth) - 1
+def test_shares_that_were_measured_in_32_bits_do_not_tell_of_16():
+    unmeasured = replace(MEASURED, product_efficiency=())
+    for sizes in (4, 2048, 4096), (768, 2048, 2048):
+        assert product_ns(*sizes, half=True) == product_ns(*sizes, unmeasured, half=True)
+        assert product_ns(*sizes) != product_ns(*sizes, unmeasured)
+
+
+@st.composite
+def measured(draw):
+    """Shares that do not fall, and grow no faster than the side, which is four times the one before."""
+    shares = [draw(st.floats(1e-4, 1))]
+    for growth in draw(st.lists(st.floats(1, 4), min_size=6, max_size=6)):
+        shares.append(min(1.0, shares[-1] * growth))
+    return replace(MEASURED, product_efficiency=tuple(shares))
+
+
+@given(compute=measured(), rows=sides, more=st.integers(1, 500), columns=sides, depth=sides)
+def test_more_rows_never_take_less(compute, rows, more, columns, depth):
+    fewer = product_ns(rows, columns, depth, compute)
+    assert product_ns(rows + more, columns, depth, compute) >= fewer * (1 - 1e-12) - 1
 
 
 def test_part_of_a_nanosecond_counts_as_one_and_no_work_takes_one():

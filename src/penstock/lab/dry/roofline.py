@@ -70,7 +70,7 @@ def operator_ns(
     """
     rate = compute.half_flops_per_s if half else compute.float32_flops_per_s
     if product is not None:
-        rate *= product_share(compute, product)
+        rate *= product_share(compute, product, half=half)
     elif dense:
         rate *= compute.efficiency
     arithmetic_ns = _ns(flops, rate)
