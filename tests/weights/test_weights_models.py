@@ -403,6 +403,100 @@ def test_inference_is_by_the_kernels_of_whole_layers(mode, disk_path):
     assert_same(found, expected)
 
 
+class Mixing(nn.TransformerEncoderLayer):
+    """A layer whose own forward uses more than torch's kernel takes."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x, src_mask=None, src_key_padding_mask=None, is_causal=False):
+        x = self.norm1(x + self._sa_block(x, src_mask, src_key_padding_mask, is_causal))
+        for expert in self.experts:
+            x = x + expert(x)
+        return self.norm2(x + self._ff_block(x))
+
+
+class Watched(nn.TransformerEncoderLayer):
+    """A layer with a hook, for which torch takes no kernel of whole layers."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.linear1.register_forward_hook(lambda *_: None)
+
+
+def encoder(layer=nn.TransformerEncoderLayer, *, batch_first=True, nested=True, **options):
+    layer = layer(64, 4, 128, dropout=0.0, batch_first=batch_first, **options)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=nested)
+
+
+def encoded(model):
+    """Values for input of which the second sequence is shorter."""
+    x = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(1))
+    masked = torch.tensor([[False] * 4, [False, False, True, True]])
+    if not model.layers[0].self_attn.batch_first:
+        x = x.transpose(0, 1)
+    return bits(model(x, src_key_padding_mask=masked))
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "has_kernels"),
+    [
+        ({"batch_first": False}, True),
+        ({"activation": torch.tanh}, True),
+        ({"layer": Mixing, "nested": False}, True),
+        ({"layer": Watched, "nested": False}, True),
+        ({}, False),
+    ],
+    ids=["batch second", "tanh", "own forward", "hook", "switched off"],
+)
+def test_no_more_than_a_module_is_in_memory_without_a_kernel(options, has_kernels, disk_path):
+    def run(model):
+        with torch.no_grad():
+            return encoded(model.eval())
+
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(has_kernels)
+    try:
+        expected = run(built(lambda: encoder(**options)))
+        with scripted():
+            model = built(lambda: encoder(**options))
+            with on_flash(model, disk_path, limit=100_000) as session:  # less than a layer
+                found = [run(model) for _ in range(2)]
+                assert session._weights.forced == 0
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    assert_same(found, [expected] * 2)
+
+
+def only_layers_evaluate(model):
+    model.train()
+    for layer in model.layers:
+        layer.eval()
+    with torch.no_grad():
+        return encoded(model)
+
+
+def all_but_an_addition_is_frozen(model):
+    model.eval().requires_grad_(False)
+    model.layers[0].extra = nn.Linear(64, 64)
+    return encoded(model)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("run", [only_layers_evaluate, all_but_an_addition_is_frozen])
+def test_a_kernel_is_chosen_as_torch_chooses(run, disk_path):
+    expected = run(built(encoder))
+    assert not expected[1, 2:].any(), "torch took no kernel"
+    with scripted():
+        model = built(encoder)
+        with on_flash(model, disk_path, limit=300_000) as session:
+            found = run(model)
+            assert session._weights.forced == 0
+    assert_same(found, expected)
+
+
 def test_a_frozen_base_is_read_twice_a_step_and_never_written(disk_path):
     def learn_part(model):
         return trained(
