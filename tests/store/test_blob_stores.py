@@ -80,7 +80,8 @@ class TestReservedTier(BlobStoreTests):
         return tier
 
     def place(self, tier, nbytes):
-        return reserve(tier, nbytes)
+        self.last = reserve(tier, nbytes)  # a file without a name is closed with its last place
+        return self.last
 
     def refused(self):
         return TransferError

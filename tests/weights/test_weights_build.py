@@ -348,13 +348,14 @@ def test_files_are_no_longer_than_the_weights_and_end_with_them(disk_path, monke
     monkeypatch.setattr(homes, "SLAB_BYTES", 1 << 26)
     with penstock.built_on_flash(disk_path, floor=FLOOR):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
-    tier = home_of(model[0].weight).tier
-    assert sum(file.size_bytes for files in tier.files for file in files) == 3 << 22
-    fds = [file.fd for files in tier.files for file in files]
+    sizes = {
+        file.fd: file.size_bytes for layer in model for file in home_of(layer.weight).place.files
+    }
+    assert sum(sizes.values()) == 3 << 22
     assert os.listdir(disk_path) == []
-    del model, tier
+    del model
     gc.collect()
-    for fd in fds:
+    for fd in sizes:
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(fd)
 
@@ -372,7 +373,7 @@ def test_several_directories_share_each_weight(disk_path, monkeypatch):
         for each in built.parameters():
             each.data.mul_(2)
     assert torch.equal(built[3].weight, 2 * plain[3].weight)
-    assert len({file.path for files in home_of(built[3].weight).tier.files for file in files}) == 3
+    assert len({file.path for file in home_of(built[3].weight).place.files}) == 3
 
 
 class CountingEngine(ThreadEngine):

@@ -1,5 +1,9 @@
 """Weights that a model gets while its weights rest on flash."""
 
+import gc
+import os
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -30,7 +34,8 @@ def test_weights_that_are_assigned_rest_when_they_are_used(disk_path):
         large = [each for each in model.parameters() if each.nbytes >= WEIGHT_BYTES]
         assert large
         assert all(type(each) is RestingParameter for each in large)
-        assert len(homes_of(session)) >= len(large)
+        names = {name for name, each in model.named_parameters() if each.nbytes >= WEIGHT_BYTES}
+        assert set(homes_of(session)) == names
     assert_same(found, expected)
 
 
@@ -68,3 +73,59 @@ def test_weights_of_lazy_modules_rest_in_the_next_session(disk_path):
         found += trained(model, sgd(model), inputs(2))
         assert len(homes_of(session)) == 2
     assert_same(found, expected)
+
+
+def test_weights_that_are_assigned_again_and_again_take_no_more_places(disk_path):
+    def run(model, after_each):
+        found = []
+        for seed in range(1, 6):
+            model.load_state_dict(built(Chain, seed=seed).state_dict(), assign=True)
+            found += trained(model, sgd(model), inputs(2))
+            after_each()
+        return found
+
+    def disk_bytes():
+        gc.collect()
+        links = {
+            each: os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.exists()
+        }
+        blocks = [os.stat(each).st_blocks for each, to in links.items() if str(disk_path) in to]
+        weights = session._weights
+        taken.append((len(blocks), sum(blocks), len(weights._table.stays), weights.total_bytes))
+
+    taken = []
+    expected = run(built(Chain), lambda: None)
+    model = built(Chain)
+    with on_flash(model, disk_path, limit=LIMIT) as session:
+        found = run(model, disk_bytes)
+    assert taken[-1] == taken[1]
+    assert_same(found, expected)
+
+
+def test_a_weight_that_was_dropped_serves_the_backward_that_needs_it(disk_path):
+    def run(model):
+        x = inputs(1)[0].requires_grad_()
+        loss = model(x).square().mean()
+        model.load_state_dict(built(Chain, seed=1).state_dict(), assign=True)
+        trained(model, sgd(model), inputs(2))
+        loss.backward()
+        return [x.grad]
+
+    expected = run(built(Chain))
+    model = built(Chain)
+    with on_flash(model, disk_path, limit=LIMIT):
+        found = run(model)
+    assert_same(found, expected)
+
+
+def test_a_dropped_weight_that_somebody_still_sees_keeps_its_values(disk_path):
+    model = built(Chain)
+    with on_flash(model, disk_path, limit=LIMIT):
+        trained(model, sgd(model), inputs(1))
+        seen = {name: each.detach().numpy() for name, each in model.named_parameters()}
+        values = {name: each.copy() for name, each in seen.items()}
+        for seed in range(1, 4):
+            model.load_state_dict(built(Chain, seed=seed).state_dict(), assign=True)
+            trained(model, sgd(model), inputs(2))
+        for name, each in seen.items():
+            assert (each == values[name]).all(), name

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
+from weakref import WeakSet
 
 from penstock.core.errors import TransferError, file_label, transfer_error
 from penstock.core.fs import check_directories, check_space, sync_directory
@@ -52,9 +53,11 @@ class ReservedPlace:
 class ReservedTier(Tier):
     """Bytes at places in files that belong to the caller, which writes with ``at=place``.
 
+    A file without a name is closed, and its space free, when no place in it is referred to any more.
+
     Attributes:
         directories: Absolute paths.
-        files: Files of each reservation, one in each directory.
+        files: Named files of each reservation, one in each directory.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class ReservedTier(Tier):
         )
         super().__init__(spec, engine=engine, recorder=recorder)
         self.files: list[tuple[DirectFile, ...]] = []
+        self._unnamed: WeakSet[DirectFile] = WeakSet()
         release_in_child(self, ReservedTier._close)
 
     def reserve(
@@ -107,7 +111,7 @@ class ReservedTier(Tier):
         Args:
             lengths: Most bytes that each will hold.
             file_name: Name of the file in each directory, which outlives the process and whose contents
-                stay if it exists. None: it has no name, and its space is free when it is closed.
+                stay if it exists. None: it has no name.
             advice: As of ``check_space``.
 
         Raises:
@@ -131,7 +135,10 @@ class ReservedTier(Tier):
                 for file in made:
                     file.close()
                 raise
-            self.files.append(tuple(made))
+            if file_name is None:
+                self._unnamed.update(made)
+            else:
+                self.files.append(tuple(made))
         return [ReservedPlace(tuple(made), offset) for offset in offsets]
 
     def sync(self) -> None:
@@ -140,7 +147,7 @@ class ReservedTier(Tier):
         Raises:
             TransferError: The device did not take it.
         """
-        for file in (file for files in self.files for file in files):
+        for file in self._all_files():
             try:
                 os.fdatasync(file.fd)
             except OSError as error:
@@ -159,8 +166,11 @@ class ReservedTier(Tier):
         return  # it stays reserved
 
     def _close(self) -> None:
-        for file in (file for files in self.files for file in files):
+        for file in self._all_files():
             file.close()
+
+    def _all_files(self) -> list[DirectFile]:
+        return [*(file for files in self.files for file in files), *self._unnamed]
 
     def _check_space(
         self, nbytes: int, files: Sequence[DirectFile], advice: Callable[[int, int], str]

@@ -56,7 +56,10 @@ class ModuleUses:
             if stay is not None and stay.index not in seen and not stay.home.is_gathered:
                 seen.add(stay.index)
                 yield stay
-        for stay in self._users.get(module, ()):
+        users = self._users.get(module, [])
+        if any(stay.home.parameter is None for stay in users):  # the program has dropped it
+            users[:] = [stay for stay in users if stay.home.parameter is not None]
+        for stay in users:
             if stay.index not in seen and self._fits_beside_pinned(stay):
                 yield stay
 

@@ -70,10 +70,21 @@ class Stay:
             parameter is elsewhere, those that look up rows there; who needs the weight waits for them.
         looking: Threads of those that look up rows.
         is_addressed: True if it stays in memory, at an address that somebody knows.
+        has_left: True if it has left its home for memory of the program's.
     """
 
     __slots__ = (
-        *("at_home", "block", "coming", "dirty", "home", "index", "looking", "own_uses"),
+        *(
+            "at_home",
+            "block",
+            "coming",
+            "dirty",
+            "has_left",
+            "home",
+            "index",
+            "looking",
+            "own_uses",
+        ),
         *("pins", "address", "is_addressed", "stays", "storage", "touching", "version", "writing"),
     )
 
@@ -100,6 +111,7 @@ class Stay:
         self.looking: list[int] = []
         self.address = 0
         self.is_addressed = False
+        self.has_left = False
 
     @property
     def is_lent(self) -> bool:
@@ -118,6 +130,13 @@ class Stay:
     def is_away(self) -> bool:
         """True if it is neither in memory nor on its way there."""
         return self.storage is None and self.coming is None
+
+    @property
+    def is_over(self) -> bool:
+        """True if the program has dropped the parameter, and nobody uses its home or is moving it."""
+        is_used = self.pins or self.touching or self.at_home
+        is_moving = self.coming is not None or self.writing is not None
+        return not (is_used or is_moving or self.home.parameter is not None or self.home.is_lent)
 
     @property
     def others_at_home(self) -> int:
@@ -187,18 +206,42 @@ class WeightTable:
         self.left: list[str] = []
 
     def add(self, homes: Sequence[Home], keeper: Keeper) -> None:
-        """Let ``keeper`` keep the weights of these homes."""
+        """Let ``keeper`` keep the weights of these homes.
+
+        They take the numbers of weights that the program has dropped, whose memory and places are freed:
+        a state dict that is assigned again and again, say, takes no more of either each time.
+        """
+        dropped = []  # freed after the lock
         with self.wake:
+            over = [stay for stay in self.stays if stay.is_over][: len(homes)] if homes else []
+            before = len(self.stays)
             for home in homes:
-                stay = Stay(len(self.stays), home)
-                self.stays.append(stay)
+                if over:
+                    dropped.append(over.pop(0))
+                    self._forget(dropped[-1])
+                    stay = self.stays[dropped[-1].index] = Stay(dropped[-1].index, home)
+                else:
+                    stay = Stay(len(self.stays), home)
+                    self.stays.append(stay)
                 self.by_home[home] = stay
                 if home.is_mapped:
                     self.by_storage[home.resting.untyped_storage()._cdata] = stay
                 self.total_bytes += home.nbytes
                 home.keeper = keeper
-            if homes:
-                self.order.add(len(homes))
+            if len(self.stays) > before:
+                self.order.add(len(self.stays) - before)
+
+    def _forget(self, stay: Stay) -> None:
+        """Forget a weight that is over. Under the lock."""
+        home = stay.home
+        del self.by_home[home]
+        self.leaving.pop(stay, None)
+        for storage in (stay.storage, home.resting.untyped_storage() if home.is_mapped else None):
+            if storage is not None:
+                self.by_storage.pop(storage._cdata, None)
+        if not stay.has_left:
+            self.total_bytes -= home.nbytes
+        home.tier.discard(home.ticket)
 
     def begin_pass(self, kind: Hashable) -> None:
         """Begin a pass of a kind, as :meth:`UseOrder.begin` has it. Under the lock."""
@@ -323,5 +366,6 @@ class WeightTable:
         self.by_storage.pop(stay.home.resting.untyped_storage()._cdata, None)
         stay.home.generation += 1
         stay.home.leave()
+        stay.has_left = True
         self.left.append(name)
         self.total_bytes -= stay.home.nbytes

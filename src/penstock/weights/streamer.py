@@ -189,7 +189,8 @@ class WeightStreamer:
             if isinstance(each, Parameter) and not is_exchanged(module, name)
         ]
         if any(self._table.stay_of(each) is None for each in parameters):
-            self.add(module)
+            outermost, _ = self._uses.stack[0]  # others in it may be new, and their names begin there
+            self.add(outermost)
 
     def leave(self, module: Module) -> None:
         """Let go of what ``enter`` has brought."""
