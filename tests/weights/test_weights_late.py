@@ -102,6 +102,22 @@ def test_weights_that_are_assigned_again_and_again_take_no_more_places(disk_path
     assert_same(found, expected)
 
 
+def test_a_new_weight_rests_though_it_has_the_identity_of_the_one_before(disk_path):
+    model = built(Chain)
+    names = [name for name, each in model.named_parameters() if each.nbytes >= WEIGHT_BYTES]
+    with on_flash(model, disk_path, limit=LIMIT):
+        for _ in range(3):
+            for name in names:
+                path, _, own = name.rpartition(".")
+                module, shape = model.get_submodule(path), model.get_parameter(name).shape
+                values = torch.randn(shape)
+                delattr(module, own)
+                setattr(module, own, nn.Parameter(values))
+                del values
+            trained(model, sgd(model), inputs(1))
+        assert all(type(model.get_parameter(name)) is RestingParameter for name in names)
+
+
 def test_a_weight_that_was_dropped_serves_the_backward_that_needs_it(disk_path):
     def run(model):
         x = inputs(1)[0].requires_grad_()

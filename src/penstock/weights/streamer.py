@@ -2,13 +2,14 @@
 
 The table of weights (:mod:`.stays`) has the lock. Upon it work, each on those before: what leaves memory
 (:mod:`.eviction`), what is brought (:mod:`.reads`), the modules that use weights (:mod:`.module_uses`),
-and who works with them otherwise (:mod:`.keeper`). The streamer joins them for the session and its hooks.
+and who works with them otherwise (:mod:`.access`). The streamer joins them for the session and its hooks.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -79,7 +80,9 @@ class WeightStreamer:
         self._reads = WeightReads(table, self._eviction)
         self._uses = ModuleUses(table)
         self._keeper = WeightKeeper(table, self._eviction, self._reads, self._uses)
-        self._own: WeakKeyDictionary[Module, tuple[int, ...]] = WeakKeyDictionary()  # by identity
+        self._own: WeakKeyDictionary[Module, tuple[Callable[[], Parameter | None], ...]] = (
+            WeakKeyDictionary()
+        )  # weak references to the parameters that each module had
         self._compiled: list[CompiledCall] = []
         self._is_replicated = False
         self.before_model: Callable[[Module], None] | None = None
@@ -121,6 +124,8 @@ class WeightStreamer:
             self._table.update_memory = None
         with paused_holders():  # which look at once for what this session gives to gradients
             self._table.add(homes, self._keeper)
+        for module in model.modules():
+            self._know(module)
         for module in compiled_in_place(model):
             self._compiled.append(CompiledCall(module, self.enter, self.leave))
 
@@ -143,9 +148,8 @@ class WeightStreamer:
         self._look_in_inference()
         pinned: list[Stay] = []
         calls.append((module, pinned))
-        own = tuple(map(id, module._parameters.values()))
-        if own and self._own.get(module) != own:
-            self._take_new(module, own)
+        if module._parameters and not self._is_known(module):
+            self._take_new(module)
         forced = self._reads.forced
         for stay in self._uses.weights_of(module):
             self._table.check_process(stay.home)
@@ -180,16 +184,35 @@ class WeightStreamer:
             stacklevel=2,
         )
 
-    def _take_new(self, module: Module, own: tuple[int, ...]) -> None:
+    def _is_known(self, module: Module) -> bool:
+        """Return whether a module has the parameters that it had in its last call.
+
+        A new one may have the identity of one that was dropped.
+        """
+        known, own = self._own.get(module), module._parameters.values()
+        return (
+            known is not None
+            and len(known) == len(own)
+            and all(each() is now for each, now in zip(known, own, strict=True))
+        )
+
+    def _know(self, module: Module) -> None:
+        self._own[module] = tuple(
+            _nothing if each is None else weakref.ref(each) for each in module._parameters.values()
+        )
+
+    def _take_new(self, module: Module) -> None:
         """Let weights rest that a module got since ``add``, as by ``load_state_dict(assign=True)``."""
-        self._own[module] = own
+        self._know(module)
         parameters = [
             each
             for name, each in module._parameters.items()
             if isinstance(each, Parameter) and not is_exchanged(module, name)
         ]
         if any(self._table.stay_of(each) is None for each in parameters):
-            outermost, _ = self._uses.stack[0]  # others in it may be new, and their names begin there
+            outermost, _ = self._uses.stack[
+                0
+            ]  # others in it may be new, and their names begin there
             self.add(outermost)
 
     def leave(self, module: Module) -> None:
@@ -507,6 +530,11 @@ def _warn_of_unwritten(failures: Sequence[BaseException | None]) -> None:
     if known is not None:
         more = f"; so it is with {len(failed) - 1} more" if len(failed) > 1 else ""
         warnings.warn(f"{known}{more}", PenstockWarning, stacklevel=5)
+
+
+def _nothing() -> None:
+    """Return what a weak reference to an absent parameter would."""
+    return None
 
 
 def _has_cast_cache() -> bool:
