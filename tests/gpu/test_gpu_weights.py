@@ -382,3 +382,22 @@ def test_what_is_not_supported_is_refused_and_nothing_is_moved(tmp_path, monkeyp
         pytest.raises(SuspendError, match="on a device"),
     ):
         penstock.suspend(session)
+
+
+@pytest.mark.parametrize("where", ["flash", "host"])
+def test_weights_that_are_assigned_take_the_place_of_those_before(disk_path, where):
+    def run(model):
+        found = []
+        for seed in range(4):
+            torch.manual_seed(seed)
+            model.load_state_dict(LowRank().to(DEVICE).state_dict(), assign=True)
+            found += trained(model)
+        return found
+
+    expected = run(built(LowRank))
+    model = built(LowRank)
+    with on_device_flash(model, disk_path, weights=where) as session:
+        found = run(model)
+        assert rested_bytes(model) == DEPTH * WEIGHT_BYTES
+        assert session._weights.total_bytes < 2 * DEPTH * WEIGHT_BYTES  # a last one may be used still
+    assert_same(found, expected)
