@@ -1,6 +1,7 @@
 """Steps of the benchmark of weights on flash, and their figures; peers use them without Penstock."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -38,10 +39,13 @@ def serve(step, job, *, to=sys.stdout, **known):
     write(known, to)
     for _, ids in zip(sys.stdin, all_ids(job), strict=False):
         before, begun = counters(), time.perf_counter()
+        busy = disk_busy_s(job)
         outputs = step(ids)
         took = time.perf_counter() - begun
         read, written = (now - then for now, then in zip(counters(), before, strict=True))
         figures = {"step_s": took, "outputs": outputs, "read_bytes": read, "written_bytes": written}
+        if busy is not None:
+            figures["disk_busy"] = (disk_busy_s(job) - busy) / took
         write(figures, to)
 
 
@@ -55,6 +59,13 @@ def counters():
     """Bytes that this process has read from devices, and has written to them."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
+def disk_busy_s(job):
+    """Seconds in which the disk of a job's directory has had work; None if nobody counts them."""
+    number = os.stat(job["dir"]).st_dev if "dir" in job else 0
+    counts = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
+    return int(counts.read_text().split()[9]) / 1000 if counts.exists() else None
 
 
 def enter(*groups):

@@ -2,7 +2,8 @@
 
 Each side is a process of its own, in a control group that limits all of its memory, page cache included
 (version 1 of control groups; without them the limit is not set, and the result says so). The processes
-of a round live together and take turns, step by step, since a machine's speed drifts. What is trained is
+of a round live together and take turns, step by step, since a machine's speed drifts. ``disk_busy`` is
+the part of a step in which the disk had work, as the system counts it. What is trained is
 a decoder in the shape of LLaMA with random weights, or GPT-2 XL (``--shape gpt2-xl``, without adapters):
 
 * ``full``: all weights trained by ``FlashAdamW`` in backward, states in int8;
@@ -265,7 +266,8 @@ class Running:
             counted = turns[WARM_UP:]
             found |= {
                 key: statistics.median(each[key] for each in counted)
-                for key in ("step_s", "read_bytes", "written_bytes")
+                for key in ("step_s", "read_bytes", "written_bytes", "disk_busy")
+                if key in counted[0]
             }
             found["times"] = [each["step_s"] for each in turns]
             found["outputs"] = [each["outputs"] for each in turns]
