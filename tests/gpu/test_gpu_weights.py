@@ -399,5 +399,6 @@ def test_weights_that_are_assigned_take_the_place_of_those_before(disk_path, whe
     with on_device_flash(model, disk_path, weights=where) as session:
         found = run(model)
         assert rested_bytes(model) == DEPTH * WEIGHT_BYTES
-        assert session._weights.total_bytes < 2 * DEPTH * WEIGHT_BYTES  # a last one may be used still
+        # the last of those before may be used still
+        assert session._weights.total_bytes < 2 * DEPTH * WEIGHT_BYTES
     assert_same(found, expected)

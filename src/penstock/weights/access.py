@@ -233,8 +233,7 @@ class WeightKeeper:
             kind = type(home.parameter)
             home.move(data)
             if stay.storage is not None:
-                self._table.by_storage.pop(stay.storage._cdata, None)
-                stay.storage = None
+                self._table.give_up(stay)
                 stay.at_home, stay.touching = stay.pins + stay.touching, 0
             self._table.by_storage.pop(resting._cdata, None)
             self._table.by_storage[home.resting.untyped_storage()._cdata] = stay

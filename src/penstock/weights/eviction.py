@@ -32,6 +32,7 @@ class WeightEviction:
         """Free memory of the weights of a table."""
         self._table = table
         self.failure: BaseException | None = None
+        self._writing_bytes = 0  # of those whose writes are in flight
         self.gives_way = True
 
     def give_way(self, nbytes: int) -> None:
@@ -113,16 +114,15 @@ class WeightEviction:
         Returns:
             Whether memory was freed.
         """
-        leaving = sum(stay.home.nbytes for stay in self._table.stays if stay.writing is not None)
-        idle = (
-            (self._table.order.next_use(stay.index), stay)
-            for stay in self._table.stays
-            if stay.storage is not None
-            and not (stay.pins or stay.touching)
+        idle = [
+            (self._table.order.next_use(stay.index), -stay.index, stay)
+            for stay in self._table.present
+            if not (stay.pins or stay.touching)
             and stay.writing is None
             and not (spares and stay.stays)
-        )
-        for next_use, stay in sorted(idle, key=lambda each: -each[0]):
+        ]
+        idle.sort(reverse=True)
+        for next_use, _, stay in idle:
             if next_use <= later_than:
                 return False
             if stay.is_lent or stay.must_stay:
@@ -130,9 +130,8 @@ class WeightEviction:
             if not stay.is_changed:
                 self._table.send_home(stay)
                 return True
-            if leaving < nbytes and self.failure is None:
+            if self._writing_bytes < nbytes and self.failure is None:
                 self.write(stay)
-                leaving += stay.home.nbytes
         return False
 
     def write(self, stay: Stay) -> None:
@@ -148,6 +147,7 @@ class WeightEviction:
         except PenstockError as error:  # as if the write had failed later
             self._note_failure(stay, error)
             return
+        self._writing_bytes += stay.home.nbytes
         self._table.resting_moved(stay, resting)
         stay.writing.add_done_callback(lambda transfer: defer(self._written, stay, transfer))
 
@@ -155,6 +155,7 @@ class WeightEviction:
         """A weight is at home, or not; in a thread of the engine's."""
         with self._table.wake:
             stay.writing = None
+            self._writing_bytes -= stay.home.nbytes
             if transfer.error is not None:
                 self._note_failure(stay, transfer.error)
         self.moved()

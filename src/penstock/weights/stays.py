@@ -176,6 +176,7 @@ class WeightTable:
         stays: The weights, by number.
         by_home: The same by their homes.
         by_storage: The same by what identifies the storage that they have in memory, or at rest.
+        present: Those that are in memory.
         account: Account of the weights in memory.
         memory: Where weights are brought to, charged to ``account``.
         update_memory: Memory in which their gradients may wait; None: no limit.
@@ -198,6 +199,7 @@ class WeightTable:
         self.memory = memory
         self.update_memory: UpdateMemory | None = None
         self.order = UseOrder()
+        self.present: set[Stay] = set()
         self.leaving: dict[Stay, None] = {}
         self.wake = condition()
         self.guard = fork_guard()
@@ -236,9 +238,9 @@ class WeightTable:
         home = stay.home
         del self.by_home[home]
         self.leaving.pop(stay, None)
-        for storage in (stay.storage, home.resting.untyped_storage() if home.is_mapped else None):
-            if storage is not None:
-                self.by_storage.pop(storage._cdata, None)
+        self.give_up(stay)
+        if home.is_mapped:
+            self.by_storage.pop(home.resting.untyped_storage()._cdata, None)
         if not stay.has_left:
             self.total_bytes -= home.nbytes
         home.tier.discard(home.ticket)
@@ -322,6 +324,7 @@ class WeightTable:
             return None
         storage = self.memory.finish(block, stay.home)
         stay.storage = storage
+        self.present.add(stay)
         stay.address = storage.data_ptr()
         stay.dirty = False
         if parameter is not None:
@@ -336,11 +339,16 @@ class WeightTable:
 
     def send_home(self, stay: Stay) -> None:
         """Free the memory of a weight that is as its home. Under the lock."""
-        storage, stay.storage = stay.storage, None
         stay.stays = False
-        assert storage is not None
-        self.by_storage.pop(storage._cdata, None)
+        self.give_up(stay)
         stay.home.rest()
+
+    def give_up(self, stay: Stay) -> None:
+        """Have the memory of a weight no more, if it is in memory; others may. Under the lock."""
+        if stay.storage is not None:
+            self.by_storage.pop(stay.storage._cdata, None)
+            self.present.discard(stay)
+            stay.storage = None
 
     def resting_moved(self, stay: Stay, before: Tensor) -> None:
         """Note that a weight may have another home than before. Under the lock."""
@@ -360,8 +368,7 @@ class WeightTable:
         """Leave a weight to memory, and to those who have given it that memory. Under the lock."""
         name = stay.home.name
         if stay.storage is not None:
-            self.by_storage.pop(stay.storage._cdata, None)
-            stay.storage = None
+            self.give_up(stay)
             stay.at_home, stay.touching = stay.pins + stay.touching, 0
         self.by_storage.pop(stay.home.resting.untyped_storage()._cdata, None)
         stay.home.generation += 1

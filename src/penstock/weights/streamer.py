@@ -332,7 +332,7 @@ class WeightStreamer:
     @property
     def present_bytes(self) -> int:
         """Bytes of weights that are in memory."""
-        return sum(stay.home.nbytes for stay in self._table.stays if stay.storage is not None)
+        return sum(stay.home.nbytes for stay in tuple(self._table.present))
 
     @property
     def forced(self) -> int:
@@ -475,9 +475,7 @@ class WeightStreamer:
         """Let a weight that is at home rest where it rests outside of the session; return any error."""
         with self._table.wake:
             stay.home.keeper = None
-            if stay.storage is not None:
-                self._table.by_storage.pop(stay.storage._cdata, None)
-                stay.storage = None
+            self._table.give_up(stay)
             failure = stay.home.give_back()
         return [] if failure is None else [failure]
 
@@ -500,12 +498,11 @@ class WeightStreamer:
         parameter, is_lent = home.parameter, stay.is_lent
         with self._table.wake:
             home.keeper = None
-            self._table.by_storage.pop(stay.storage._cdata, None)
             if not is_lent and parameter is not None:
                 with torch.inference_mode(False):
                     own = view_like(stay.storage, home.layout).clone()
                 show(parameter, own, home.kinds.resting)
-            stay.storage = None
+            self._table.give_up(stay)
             home.leave()
             self._eviction.failure = None  # what could not be written home is in memory
         return None
