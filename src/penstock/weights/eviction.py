@@ -25,6 +25,7 @@ class WeightEviction:
 
     Attributes:
         failure: Why a weight could not be written home; no more are written in this step then.
+        writing_bytes: Bytes of those whose writes are in flight.
         gives_way: False from when weights are taken home for good: what is brought then, stays.
     """
 
@@ -32,7 +33,7 @@ class WeightEviction:
         """Free memory of the weights of a table."""
         self._table = table
         self.failure: BaseException | None = None
-        self._writing_bytes = 0  # of those whose writes are in flight
+        self.writing_bytes = 0
         self.gives_way = True
 
     def give_way(self, nbytes: int) -> None:
@@ -71,7 +72,7 @@ class WeightEviction:
 
     def take_unneeded_read(self, stay: Stay | None = None) -> bool:
         """Let a weight whose read is over be in memory, which it can then leave. Under the lock."""
-        for each in self._table.stays:
+        for each in self._table.stays if self._table.coming_bytes else ():
             if each is not stay and each.coming is not None and each.coming.done:
                 self._table.arrived(each)
                 return True
@@ -130,7 +131,7 @@ class WeightEviction:
             if not stay.is_changed:
                 self._table.send_home(stay)
                 return True
-            if self._writing_bytes < nbytes and self.failure is None:
+            if self.writing_bytes < nbytes and self.failure is None:
                 self.write(stay)
         return False
 
@@ -147,7 +148,7 @@ class WeightEviction:
         except PenstockError as error:  # as if the write had failed later
             self._note_failure(stay, error)
             return
-        self._writing_bytes += stay.home.nbytes
+        self.writing_bytes += stay.home.nbytes
         self._table.resting_moved(stay, resting)
         stay.writing.add_done_callback(lambda transfer: defer(self._written, stay, transfer))
 
@@ -155,7 +156,7 @@ class WeightEviction:
         """A weight is at home, or not; in a thread of the engine's."""
         with self._table.wake:
             stay.writing = None
-            self._writing_bytes -= stay.home.nbytes
+            self.writing_bytes -= stay.home.nbytes
             if transfer.error is not None:
                 self._note_failure(stay, transfer.error)
         self.moved()

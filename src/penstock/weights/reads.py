@@ -155,8 +155,7 @@ class WeightReads:
             return True
         if self._eviction.free(stay.home.nbytes) or self._eviction.take_unneeded_read(stay):
             return True
-        stays = self._table.stays
-        if any(each.writing is not None or each.coming is not None for each in stays):
+        if self._eviction.writing_bytes or self._table.coming_bytes:
             self._table.wake.wait()
             return True
         return False

@@ -466,6 +466,7 @@ class WeightStreamer:
                     stay.home.rest()
         failure, self._eviction.failure = self._eviction.failure or failure, None
         self._table.stays.clear()
+        self._table.present.clear()
         self._table.by_home.clear()
         self._table.by_storage.clear()
         self._table.memory.close()
