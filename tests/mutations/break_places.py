@@ -10,14 +10,15 @@ an error, and so is a test that fails with nothing broken.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import importlib
 import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ from forked import run
 
 TEST_LIMIT_S = 20
 """Seconds that one test may take: broken, it may wait for ever."""
+IMPORTED = (
+    *("numpy", "torch", "numba"),
+    "torch._dynamo",  # which the first optimizer imports
+    *("hypothesis", "anyio.pytest_plugin", "psutil", "pdb", "scipy.linalg", "scipy.special"),
+)
+"""Modules that most processes would import, if the one that they are forked from had not."""
 
 
 def overlay(package: Path, change: Break, target: Path) -> None:
@@ -143,11 +150,24 @@ def break_all(tree: Path, places: Sequence[Place], jobs: int, *, every: bool) ->
     return not wrong
 
 
+def import_once() -> None:
+    """Import before forking what most processes would: pytest's plugins, and all of Numba's kernels."""
+    from _pytest.config import default_plugins
+
+    for name in (*IMPORTED, *(f"_pytest.{each}" for each in default_plugins)):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    target = importlib.import_module("numba.core.registry").cpu_target
+    target.typing_context.refresh()
+    target.target_context.refresh()
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="places whose name or module contains this")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    # twice as many as cores: what is broken may do nothing but wait, until it has taken too long
+    parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1))
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout to break")
     parser.add_argument(
         "--every", action="store_true", help="go on after the first test that fails"
@@ -158,18 +178,11 @@ def main() -> int:
     given = parser.parse_args()
     places = [p for p in all_places() if given.only in p.name or given.only in p.hint]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import hypothesis  # noqa: F401  (once, before forking)
-    import numpy  # noqa: F401
-    import pytest  # noqa: F401
-    import torch
-    import torch._dynamo  # noqa: F401  (which the first optimizer imports)
-
-    with suppress(ImportError):
-        import numba  # noqa: F401
+    import_once()
     gc.freeze()
     tree = given.tree.resolve()
     if not given.unclean:
-        failing = clean(tree, places, given.jobs)
+        failing = clean(tree, places, -(-given.jobs // 2))
         if failing:
             print("with nothing broken:", *failing, sep="\n")
             return 1
