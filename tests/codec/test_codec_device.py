@@ -17,6 +17,7 @@ from penstock.testing.codec_samples import placed, sources
 from tries import IS_RANDOM
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = [kind for kind, _ in sources("uint8", 0)]
 COUNTS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 256, 257, 1000, 4099)
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -48,18 +49,22 @@ def emulated():
     return torch.cuda.get_device_properties(0).total_memory < 12 << 30
 
 
+def tried(rows, device):
+    """Return the rows of a grid that a device is given.
+
+    An emulated one has the CPU's operators, which do all of it in the test for the CPU. What is left to
+    show there is their order: by every pair of values, and by all if more is tried.
+    """
+    is_less = device == "cuda" and emulated() and not IS_RANDOM
+    return pairwise(rows) if is_less else rows
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", FORMS)
 def test_the_same_bytes_as_on_the_host(name, device):
-    """Every dtype, lengths around blocks, storages that are no whole number of elements.
-
-    An emulated device has the CPU's operators, which do all of it in the test for the CPU. What is left
-    to show there is their order: by every pair of type, length and content, and all if more is tried.
-    """
-    kinds = [kind for kind, _ in sources("uint8", 0)]
-    rows = grid({"dtype": sorted(FORMS[name].CODEC.dtypes), "count": COUNTS, "kind": kinds})
-    if device == "cuda" and emulated() and not IS_RANDOM:
-        rows = pairwise(rows)
+    """Every dtype, lengths around blocks, storages that are no whole number of elements."""
+    choices = {"dtype": sorted(FORMS[name].CODEC.dtypes), "count": COUNTS, "kind": KINDS}
+    rows = tried(grid(choices), device)
     wanted = {tuple(row.values()) for row in rows}
     for dtype, count in dict.fromkeys((row["dtype"], row["count"]) for row in rows):
         size = ITEMSIZE[dtype]
@@ -82,10 +87,15 @@ def test_the_same_bytes_for_any_floats(name, data):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_same_bytes_for_a_large_tensor(device):
-    for name in FORMS:
-        for dtype in sorted({"float32", "bfloat16", "int64"} & FORMS[name].CODEC.dtypes):
-            for _, source in sources(dtype, (1 << 20) + 3 * ITEMSIZE[dtype]):
-                same_both_ways(name, source, dtype, device)
+    dtypes = ("bfloat16", "float32", "int64")
+    rows = grid(
+        {"name": FORMS, "dtype": dtypes, "kind": KINDS},
+        lambda name, dtype, kind: dtype in FORMS[name].CODEC.dtypes,
+    )
+    made = {dtype: dict(sources(dtype, (1 << 20) + 3 * ITEMSIZE[dtype])) for dtype in dtypes}
+    for row in tried(rows, device):
+        dtype = row["dtype"]
+        same_both_ways(row["name"], made[dtype][row["kind"]], dtype, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -188,12 +198,17 @@ def test_memory_that_the_allocator_leaves_unused_is_counted():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("nbytes", [1 << 18, 1 << 21, 1 << 22, 12_000_000])
 @pytest.mark.parametrize("name", FORMS)
-def test_no_more_memory_is_taken_than_said_on_the_device(name, nbytes):
+def test_no_more_memory_is_taken_than_said_on_the_device(name):
     """Torch's own count, so with what its operators take for themselves."""
-    for dtype in sorted({"float32", "bfloat16", "int64", "uint8"} & FORMS[name].CODEC.dtypes):
-        for _, source in sources(dtype, nbytes):
+    dtypes = sorted({"float32", "bfloat16", "int64", "uint8"} & FORMS[name].CODEC.dtypes)
+    choices = {"nbytes": (1 << 18, 1 << 21, 1 << 22, 12_000_000), "dtype": dtypes, "kind": KINDS}
+    rows = tried(grid(choices), "cuda")
+    wanted = {tuple(row.values()) for row in rows}
+    for nbytes, dtype in dict.fromkeys((row["nbytes"], row["dtype"]) for row in rows):
+        for kind, source in sources(dtype, nbytes):
+            if (nbytes, dtype, kind) not in wanted:
+                continue
             memory = torch.from_numpy(source).cuda()
             frame = encode_tensor(name, memory, dtype)
             most = scratch_bytes(
