@@ -34,6 +34,7 @@ def expandable():
     older = torch.cuda.memory._set_allocator_settings
     set_allocator = getattr(torch._C, "_accelerator_setAllocatorSettings", older)
     set_allocator("expandable_segments:True")
+    torch.cuda.empty_cache()  # or memory that an earlier test has left shows nothing
     try:
         torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         yield
