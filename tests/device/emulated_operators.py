@@ -9,7 +9,6 @@ data, waits for the device, as it does on a GPU. Copies between device and host 
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import sys
 import threading
@@ -28,6 +27,7 @@ from penstock.testing.access_order import AccessOrder, Span, stream_here
 
 aten = torch.ops.aten
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_HOST = torch.device("cpu")
 UNTRIED = ("penstock.codec.device.triton_exponent", "penstock.codec.device.triton_sparse")
 """Kernels of Triton, which do not run here: to find that out takes each process seconds, as it compiles
 what calls the driver. Whoever wants them tried, as ``test_codec_triton.py`` does, deletes the entries."""
@@ -134,8 +134,7 @@ class Operand:
         if not self.address or not self.nbytes:
             return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
         address = emulator.calls.emu_host_address(self.address)
-        memory = (ctypes.c_ubyte * self.nbytes).from_address(address)
-        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        storage = torch._C._construct_storage_from_data_pointer(address, _HOST, self.nbytes)
         empty = torch.empty(0, dtype=self.dtype)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
@@ -144,11 +143,12 @@ def launch(
     name: str, reads: Iterable[Operand], writes: Iterable[Operand], work: Callable[[], None]
 ) -> None:
     """Enqueue work on the current stream."""
-    handle = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    device = torch._C._cuda_getDevice()
+    handle = torch._C._cuda_getCurrentRawStream(device)
     capturing = emulator.calls.emu_capturing(handle)
     if _order is not None and not capturing:
         read, written = ([operand.span for operand in operands] for operands in (reads, writes))
-        _order.enqueued(stream_here(handle), read, written, name)
+        _order.enqueued((device, handle), read, written, name)
     number = next(_numbers)
     _waiting[number] = work
     if capturing:
@@ -205,9 +205,14 @@ class Operator:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Outputs now, their contents later."""
         call = Call(self, arguments, named)
+        if call.device.index == torch._C._cuda_getDevice():
+            return self._run(call)
         with torch.cuda._DeviceGuard(call.device.index):
-            shapes = self._shapes_of(call)
-            return call.at_once() if shapes is None else call.later(shapes)
+            return self._run(call)
+
+    def _run(self, call: Call) -> Any:
+        shapes = self._shapes_of(call)
+        return call.at_once() if shapes is None else call.later(shapes)
 
     def _shapes_of(self, call: Call) -> Shapes | None:
         """The shapes of a call's outputs; None if they depend on the data.

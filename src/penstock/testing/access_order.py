@@ -406,6 +406,12 @@ def stream_here(handle: int) -> Actor:
     return (torch.cuda.current_device(), handle)
 
 
+def _current_stream() -> Actor:
+    """Return the current stream, without an object for it: this is asked at every allocation."""
+    device = torch.cuda.current_device()
+    return device, torch._C._cuda_getCurrentRawStream(device)
+
+
 def _register() -> None:
     trace: Any = __import__("torch.cuda._gpu_trace", fromlist=["_"])
     torch._C._activate_gpu_trace()
@@ -420,9 +426,7 @@ def _register() -> None:
         "event_synchronization": lambda order, event: order.saw(event),
         "stream_synchronization": lambda order, handle: order.saw_stream(stream_here(handle)),
         "device_synchronization": lambda order: order.saw_device(torch.cuda.current_device()),
-        "memory_allocation": lambda order, start: order.allocated(
-            start, stream_here(torch.cuda.current_stream().cuda_stream)
-        ),
+        "memory_allocation": lambda order, start: order.allocated(start, _current_stream()),
         "memory_deallocation": lambda order, start: order.freed(start),
     }
     for name, method in callbacks.items():

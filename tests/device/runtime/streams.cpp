@@ -66,7 +66,9 @@ static void push(Stream* stream, Task task) {
   }
   stream->queue.push_back(std::move(task));
   queued++;
-  changed.notify_all();
+  // else the device would do nothing: it is not woken by each kernel that is launched
+  bool waits = awaited.empty() && awaited_last.empty() && queued <= LONGEST_QUEUE;
+  if (schedule == EAGER || schedule == RANDOM || !waits) changed.notify_all();
 }
 
 void enqueue(Stream* stream, std::function<void()> work) {
@@ -166,8 +168,8 @@ static void work() {
     } else if (task.kind == Task::REACH) {
       task.mark->at = Clock::now();
       task.mark->reached = true;
+      changed.notify_all();
     }
-    changed.notify_all();
   }
 }
 
