@@ -147,7 +147,9 @@ def same_bits(left, right):
 
 def _bytes_of(tensor):
     values = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    return values.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    if type(values) is not torch.Tensor or values.stride() != (1,):
+        values = values.clone(memory_format=torch.contiguous_format)
+    return values.view(torch.uint8)
 
 
 @dataclass
