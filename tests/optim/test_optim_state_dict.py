@@ -4,7 +4,13 @@ import io
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from optim_runs import assert_same, assert_same_states, parameters, train
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from penstock import ConfigError
 from penstock.optim import FlashAdam, FlashAdamW, FlashSGD
@@ -50,6 +56,43 @@ def test_torchs_goes_into_ours(small):
     assert_same(ours, theirs)
     assert_same_states(a.state_dict(), b.state_dict())
     a.close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [False, True])
+def test_checkpoints_of_dcp_go_both_ways_between_torchs_and_ours(flat, small, disk_path):
+    """Of a checkpoint DCP asks for each key that the optimizer's groups have."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def run(cls, **settings):
+        model = torch.nn.Linear(8, 8)
+        with torch.no_grad():
+            for each in model.parameters():
+                each.fill_(0.5)
+        optimizer = cls(model.parameters(), fused=True, **settings)
+        return model, optimizer
+
+    def one_step(model, optimizer):
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    kinds = {"torch": (torch.optim.AdamW, {}), "ours": (FlashAdamW, small)}
+    for name, (cls, settings) in kinds.items():
+        model, optimizer = run(cls, **settings)
+        one_step(model, optimizer)
+        states = get_optimizer_state_dict(model, optimizer, options=options)
+        dcp.save({"optimizer": states}, checkpoint_id=disk_path / name, no_dist=True)
+    for name in kinds:
+        found = []
+        for cls, settings in kinds.values():
+            model, optimizer = run(cls, **settings)
+            states = get_optimizer_state_dict(model, optimizer, options=options)
+            dcp.load({"optimizer": states}, checkpoint_id=disk_path / name, no_dist=True)
+            set_optimizer_state_dict(model, optimizer, states, options=options)
+            one_step(model, optimizer)
+            found.append([each.detach() for each in model.parameters()])
+        assert_same(*found)
 
 
 @pytest.mark.parametrize("format_name", ["split", "bf16", "int8"])

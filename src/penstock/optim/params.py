@@ -319,7 +319,7 @@ class Groups:
         """
         number = len(self.laid)
         config = self._source.config
-        group.setdefault("format", config.format)
+        chosen = self._format_of(group)
         where = f"{self._source.name}, group {number}"
         if len(set(map(id, group["params"]))) < len(group["params"]):
             raise ConfigError(f"{where}: a parameter is named twice; name each once")
@@ -335,11 +335,11 @@ class Groups:
             on_host = local.device.type == "cpu"
             kinds.setdefault((local.dtype, on_host), []).append((param.index, param.count))
         for (dtype, on_host), mine in kinds.items():
-            has_master = self._source.with_master or group["format"] != "exact" or not on_host
+            has_master = self._source.with_master or chosen != "exact" or not on_host
             stepped = stepped_dtype(dtype, with_master=has_master)
             kept[dtype] = probe(self._source, options, stepped, initial, where=where)
             form = form_of(
-                group["format"],
+                chosen,
                 dtype,
                 kept[dtype].states,
                 with_master=has_master,
@@ -351,7 +351,7 @@ class Groups:
             tiles += make_tiles(mine, form, group=number, first=first, elements=config.tile)
         for param in new:
             param.scalars = scalars_of(initial)
-        return GroupLayout(new, tiles, forms, kept, initial, group["format"])
+        return GroupLayout(new, tiles, forms, kept, initial, chosen)
 
     def add(self, laid: GroupLayout) -> None:
         """Add a group whose records have been laid out."""
@@ -416,9 +416,10 @@ class Groups:
     ) -> Iterator[tuple[tuple[State, ...], tuple[State, ...]]]:
         """Yield the states kept for each kind of parameter in a group, and those with other options."""
         laid = self.laid[number]
-        if group.get("format") != laid.format:
+        chosen = self._format_of(group)
+        if chosen != laid.format:
             raise ConfigError(
-                f"{where}: its format is {group.get('format')!r} now, and its states are {laid.format!r};"
+                f"{where}: its format is {chosen!r} now, and its states are {laid.format!r};"
                 " that is chosen when a group is made"
             )
         for dtype, kept in laid.kept.items():
@@ -426,6 +427,13 @@ class Groups:
             options = options_of(group)
             now = probe(self._source, options, form.master_dtype, laid.initial, where=where)
             yield kept.states, now.states
+
+    def _format_of(self, group: Mapping[str, Any]) -> Any:
+        """Return the format of a group: its own, or else that of the optimizer.
+
+        A group that has none is given none: its keys stay those of torch's, which checkpoints ask for.
+        """
+        return group.get("format", self._source.config.format)
 
     def _param(self, tensor: Tensor, group: Mapping[str, Any], number: int, place: int) -> Param:
         index = len(self.params) + place

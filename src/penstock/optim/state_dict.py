@@ -31,6 +31,8 @@ from penstock.staging import copy_across, ready_event
 
 _IN_MEMORY_BYTES: Final = 64 * MIB
 """State dicts up to this are plain memory."""
+_OF_GROUP: Final = {"params", "param_names", "format"}
+"""Keys of a parameter group that a state dict does not change."""
 
 
 def save(states: FlashStates) -> dict[int, dict[str, Any]]:
@@ -152,10 +154,8 @@ def check(
         _check_param(states, param, document["state"].get(number, {}))
     made = []
     for group, other in zip(groups, saved, strict=True):
-        other["params"], other["format"] = group["params"], group["format"]
-        if "param_names" in group:
-            other["param_names"] = group["param_names"]
-        made.append(other)
+        other.pop("format", None)
+        made.append(other | {key: group[key] for key in _OF_GROUP & group.keys()})
     states.groups.check_options(made)
     return made
 
