@@ -15,6 +15,7 @@ import preloaded
 from penstock import CheckpointError, DamagedError, NoSpaceError, checkpoint
 from penstock.checkpoint.dcp import DcpReader, DcpWriter
 from penstock.checkpoint.disk import Disk, failed
+from tensor_parallel_rig import mesh_of_one
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is")
 
@@ -125,6 +126,20 @@ def test_a_save_that_fails_leaves_nothing_but_what_was_there(disk_path, monkeypa
     load(disk_path / "a", found)
     assert_same(found, made(3))
     save(disk_path / "a", made(4))
+
+
+def test_ranks_tell_each_other_of_an_error(disk_path, monkeypatch):
+    """DCP pickles it; what cannot be read again has all other ranks wait until their group gives up."""
+
+    def full(*_):
+        raise failed("write", str(disk_path), no_space())
+
+    monkeypatch.setattr(Disk, "write", full)
+    with mesh_of_one("cpu"), pytest.raises(CheckpointException) as raised:
+        dcp.save({"x": torch.ones(9)}, storage_writer=DcpWriter(disk_path / "a"))
+    error, _ = raised.value.failures[0]
+    assert isinstance(error, NoSpaceError)
+    assert "free some space" in str(error)
 
 
 def test_what_another_rank_has_spoiled_is_removed_when_the_next_save_begins(disk_path):

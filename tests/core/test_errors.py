@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import re
 from concurrent.futures import CancelledError
 
@@ -121,20 +122,28 @@ def test_a_budget_error_carries_its_figures():
     assert isinstance(error, MemoryError)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        errors.NoSpaceError(
-            errno=errno.ENOSPC, op="write", path="p", offset_bytes=1, nbytes=2, free_bytes=3
-        ),
-        errors.ChecksumError("other bytes"),
-        errors.BudgetError("no room", slot="s", limit_bytes=1, least_bytes=2),
-        errors.ClosedError("closed"),
-        errors.DatasetError("damaged"),
-        CancelledError(),
-    ],
-    ids=lambda error: type(error).__name__,
-)
+ALL_KINDS = [
+    errors.NoSpaceError(
+        errno=errno.ENOSPC, op="write", path="p", offset_bytes=1, nbytes=2, free_bytes=3
+    ),
+    errors.ChecksumError("other bytes"),
+    errors.BudgetError("no room", slot="s", limit_bytes=1, least_bytes=2),
+    errors.ClosedError("closed"),
+    errors.DatasetError("damaged"),
+    CancelledError(),
+]
+
+
+@pytest.mark.parametrize("error", ALL_KINDS, ids=lambda error: type(error).__name__)
+def test_an_error_is_pickled_whole(error):
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is type(error)
+    assert (found.args, str(found), vars(found)) == (error.args, str(error), vars(error))
+    if isinstance(error, OSError):
+        assert (found.errno, found.strerror) == (error.errno, error.strerror)
+
+
+@pytest.mark.parametrize("error", ALL_KINDS, ids=lambda error: type(error).__name__)
 def test_a_renewed_error_is_equal_and_keeps_no_frame(error):
     error.add_note("a note")
     cause = error.__cause__ = OSError(errno.EIO, "cause")

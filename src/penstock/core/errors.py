@@ -34,12 +34,17 @@ from __future__ import annotations
 
 import errno as errnos
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
+from typing import Any, cast
 
 
 class PenstockError(Exception):
     """Base class of all of Penstock's errors."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let it be pickled, as where ranks or worker processes tell each other of it."""
+        return _made, (type(self), self.args, self.__dict__)
 
 
 class ConfigError(PenstockError, ValueError):
@@ -56,13 +61,7 @@ def renewed(error: BaseException) -> BaseException:
     kind = type(error)
     if not issubclass(kind, (PenstockError, CancelledError)):
         return error.with_traceback(None)
-    made: BaseException
-    if isinstance(error, OSError):
-        made = OSError.__new__(kind, *error.args)
-        OSError.__init__(made, *error.args)
-    else:
-        made = BaseException.__new__(kind, *error.args)
-    made.__dict__.update(error.__dict__)
+    made = _made(kind, error.args, error.__dict__)
     if hasattr(error, "__notes__"):
         made.__notes__ = [*error.__notes__]  # a list of its own, since notes are added to it
     made.__cause__, made.__context__ = error.__cause__, error.__context__
@@ -72,9 +71,20 @@ def renewed(error: BaseException) -> BaseException:
 
 def retold(error: TransferError, text: str) -> TransferError:
     """Return an error of the same type with the same facts and another message."""
-    made = OSError.__new__(type(error), error.errno, text)
-    OSError.__init__(made, error.errno, text)
-    made.__dict__.update(error.__dict__)
+    return cast(TransferError, _made(type(error), (error.errno, text), error.__dict__))
+
+
+def _made(
+    kind: type[BaseException], args: tuple[Any, ...], attributes: Mapping[str, Any]
+) -> BaseException:
+    """Return an error of some type, without its constructor, which takes other arguments."""
+    made: BaseException
+    if issubclass(kind, OSError):
+        made = OSError.__new__(kind, *args)
+        OSError.__init__(made, *args)
+    else:
+        made = BaseException.__new__(kind, *args)
+    made.__dict__.update(attributes)
     return made
 
 
