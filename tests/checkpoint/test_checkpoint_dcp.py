@@ -15,7 +15,6 @@ import preloaded
 from penstock import CheckpointError, DamagedError, NoSpaceError, checkpoint
 from penstock.checkpoint.dcp import DcpReader, DcpWriter
 from penstock.checkpoint.disk import Disk, failed
-from tensor_parallel_rig import mesh_of_one
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is")
 
@@ -128,20 +127,6 @@ def test_a_save_that_fails_leaves_nothing_but_what_was_there(disk_path, monkeypa
     save(disk_path / "a", made(4))
 
 
-def test_ranks_tell_each_other_of_an_error(disk_path, monkeypatch):
-    """DCP pickles it; what cannot be read again has all other ranks wait until their group gives up."""
-
-    def full(*_):
-        raise failed("write", str(disk_path), no_space())
-
-    monkeypatch.setattr(Disk, "write", full)
-    with mesh_of_one("cpu"), pytest.raises(CheckpointException) as raised:
-        dcp.save({"x": torch.ones(9)}, storage_writer=DcpWriter(disk_path / "a"))
-    error, _ = raised.value.failures[0]
-    assert isinstance(error, NoSpaceError)
-    assert "free some space" in str(error)
-
-
 def test_what_another_rank_has_spoiled_is_removed_when_the_next_save_begins(disk_path):
     writer = DcpWriter(disk_path / "a", store=small_store())
     writer.set_up_storage_writer(True)
@@ -185,17 +170,35 @@ def test_a_checkpoint_of_another_kind_is_refused(disk_path):
 
 
 PROGRAM = """
-import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+import errno, os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from datetime import timedelta
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor, zeros
+from penstock import NoSpaceError
 from penstock.checkpoint.dcp import DcpReader, DcpWriter
+from penstock.checkpoint.disk import Disk, failed
 path, rank, world, port, what = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{port}", rank=rank, world_size=world)
+dist.init_process_group(
+    "gloo", init_method=f"file://{port}", rank=rank, world_size=world, timeout=timedelta(seconds=200)
+)
 mesh = init_device_mesh("cpu", (world,))
 whole = torch.arange(60.0 * 7).reshape(60, 7)
 if what == "save":
-    dcp.save({"w": distribute_tensor(whole, mesh, [Shard(0)]), "n": 5}, storage_writer=DcpWriter(path))
+    state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "n": 5}
+    dcp.save(state, storage_writer=DcpWriter(path))
+    def full(*_):
+        raise failed("create", path, OSError(errno.ENOSPC, "full"))
+    if rank:
+        Disk.create = full
+    try:  # the coordinator reads the error of the other rank, or all wait until their group gives up
+        dcp.save(state, storage_writer=DcpWriter(path + "2"))
+    except CheckpointException as error:
+        assert [*error.failures] == [1] and isinstance(error.failures[1][0], NoSpaceError), error
+    else:
+        raise AssertionError("it was saved")
+    assert not os.path.exists(path + "2")
 else:
     w = zeros(60, 7, device_mesh=mesh, placements=[Shard(1)])
     state = {"w": w, "n": 0}
