@@ -17,12 +17,31 @@
 
 from __future__ import annotations
 
+import dis
 import threading
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any, Final, TypeVar
 
 from penstock.core.process import call_in_child
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_RESUME: Final = dis.opmap["RESUME"]
+_AFTER_YIELD_FROM: Final = 2
+"""Operand of a RESUME that checks for no signals: a handler runs in what is yielded from."""
+
+
+def unlocks(function: _Function) -> _Function:
+    """Let a function begin without a check for signals; see [Note: signals]."""
+    code = bytearray(function.__code__.co_code)
+    for at in range(0, len(code), 2):
+        if code[at] == _RESUME and code[at + 1] == 0:
+            code[at + 1] = _AFTER_YIELD_FROM
+            break
+    function.__code__ = function.__code__.replace(co_code=bytes(code))
+    return function
 
 
 class _Held(threading.local):
@@ -55,14 +74,13 @@ class Lock:
             of its thread wait in any case.
     """
 
-    __slots__ = ("_lock", "bare")
+    __slots__ = ("_lock", "_taking", "bare")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.bare = self._lock
+        self.renew()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take the lock, as ``threading.Lock.acquire``."""
+        """Take the lock, as ``threading.Lock.acquire``. Not for what a signal may interrupt."""
         _held.count += 1
         taken = False
         try:
@@ -72,37 +90,66 @@ class Lock:
                 _held.count -= 1
         return taken
 
+    @unlocks
     def release(self) -> None:
         """Release the lock; run deferred actions if it was this thread's last."""
-        self._lock.release()
-        _held.count -= 1
+        try:
+            self._lock.release()
+        finally:
+            _held.count -= 1
         if _deferred and not _held.count:
             run_deferred()
 
     def renew(self) -> None:
         """Unlock it, in a forked child: a thread that held it there is gone."""
         self._lock = self.bare = threading.Lock()
+        self._taking = iter(self._lock.acquire, None)  # `True in` it takes the lock
 
     def _is_owned(self) -> bool:
         """Return True if locked, for ``threading.Condition``, which else tries to take the lock."""
         return self._lock.locked()
 
+    @unlocks
+    def _release_save(self) -> None:
+        """Unlock for ``Condition.wait``; if that is interrupted, it is locked again."""
+        try:
+            self.release()
+        except BaseException:
+            self._acquire_restore(None)
+            raise
+
+    @unlocks
+    def _acquire_restore(self, _: object) -> None:
+        """Lock after ``Condition.wait``, also if that is interrupted, which is raised then."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self.__enter__()
+                break
+            except BaseException as error:  # noqa: BLE001  (raised below)
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
     def __enter__(self) -> None:
         _held.count += 1
         try:
-            self._lock.acquire()
+            True in self._taking  # noqa: B015  (see [Note: signals])
         except BaseException:  # Ctrl-C while waiting
             _held.count -= 1
             raise
 
+    @unlocks
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self._lock.release()  # as release(), without a call: this is hot
-        _held.count -= 1
+        try:
+            self._lock.release()  # as release(), without a call: this is hot
+        finally:
+            _held.count -= 1
         if _deferred and not _held.count:
             run_deferred()
 
@@ -147,11 +194,12 @@ class Condition(threading.Condition):
         """Take the lock, as ``Lock`` does, without a call of it."""
         _held.count += 1
         try:
-            return self._lock._lock.acquire()
+            return True in self._lock._taking
         except BaseException:  # Ctrl-C while waiting
             _held.count -= 1
             raise
 
+    @unlocks
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -159,8 +207,10 @@ class Condition(threading.Condition):
         tb: TracebackType | None,
     ) -> None:
         """Release the lock, as ``Lock`` does."""
-        self._lock._lock.release()
-        _held.count -= 1
+        try:
+            self._lock._lock.release()
+        finally:
+            _held.count -= 1
         if _deferred and not _held.count:
             run_deferred()
 

@@ -570,9 +570,7 @@ class Executor:
             if not saved.handles:
                 table.end_small(saved)
             return
-        bare = self._lock.bare
-        bare.acquire()  # a `with` statement costs twice as much
-        try:
+        with self._lock.bare:
             saved.handles -= 1
             state = saved.state
             if state is _KEPT:
@@ -593,8 +591,6 @@ class Executor:
                 return
             table.forget(saved)
             ticket = self._transfers.free(saved)
-        finally:
-            bare.release()
         if ticket is not None:
             self._transfers.discard(saved, ticket)
         saved.recipe = None  # and its handle to the input of that
