@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from penstock.core.units import round_up
@@ -73,12 +73,14 @@ class ExtentAllocator:
         after = self._starts[index] if index < len(self._starts) else None
         assert before is None or self._end[before] <= start, f"{nbytes} at {offset}: freed twice"
         assert after is None or end <= after, f"{nbytes} bytes at {offset} are freed twice"
+        gone = []
         if after == end:
-            end = self._remove(end)
+            gone.append(end)
+            end = self._end[end]
         if before is not None and self._end[before] == start:
-            self._remove(before)
+            gone.append(before)
             start = before
-        self._insert(start, end)
+        self._replace(gone, [(start, end)])
 
     def grow(self, nbytes: int) -> None:
         """Append ``nbytes`` of free space."""
@@ -87,11 +89,26 @@ class ExtentAllocator:
         self.free(offset, nbytes)
 
     def _carve(self, start: int, offset: int, nbytes: int) -> None:
-        end = self._remove(start)
-        if start < offset:
-            self._insert(start, offset)
-        if offset + nbytes < end:
-            self._insert(offset + nbytes, end)
+        end = self._end[start]
+        rest = [(start, offset), (offset + nbytes, end)]
+        self._replace([start], [(low, high) for low, high in rest if low < high])
+
+    def _replace(self, gone: Sequence[int], new: Sequence[tuple[int, int]]) -> None:
+        """Replace free ranges, given by their starts, by others; none if a signal's handler raises."""
+        before = [(start, self._end[start]) for start in gone]
+        try:
+            for each in before:
+                self._remove(*each)
+            for each in new:
+                self._insert(*each)
+        except BaseException:
+            for start, _ in new:
+                self._end.pop(start, None)
+            self._end.update(before)
+            self._starts[:] = sorted(self._end)
+            self._by_size[:] = sorted((end - start, start) for start, end in self._end.items())
+            self.free_bytes = sum(nbytes for nbytes, _ in self._by_size)
+            raise
 
     def _insert(self, start: int, end: int) -> None:
         insort(self._starts, start)
@@ -99,9 +116,8 @@ class ExtentAllocator:
         self._end[start] = end
         self.free_bytes += end - start
 
-    def _remove(self, start: int) -> int:
-        end = self._end.pop(start)
+    def _remove(self, start: int, end: int) -> None:
+        del self._end[start]
         del self._starts[bisect_left(self._starts, start)]
         del self._by_size[bisect_left(self._by_size, (end - start, start))]
         self.free_bytes -= end - start
-        return end

@@ -231,15 +231,16 @@ class Account:
                 if not parent._fits(nbytes + wanted):
                     return False
             row = self._rows.get(owner) or self._row(owner)
-            row.now += nbytes  # from here as _add
-            row.peak = max(row.peak, row.now)
-            everything = self._all
-            everything.now += nbytes
-            everything.peak = max(everything.peak, everything.now)
-            if self._on_change is not None:
-                self._on_change(everything.now)
             if parent is not None:
-                parent._add(nbytes, self._in_parent)
+                parent._count(nbytes, self._in_parent)
+            everything = self._all
+            row.now += nbytes  # as _count, without a call
+            everything.now += nbytes
+            if row.now > row.peak:  # noqa: PLR1730  (as there)
+                row.peak = row.now
+            if everything.now > everything.peak:  # noqa: PLR1730
+                everything.peak = everything.now
+            self._tell()
             return True
 
     def yield_by(self, free: Callable[[int], None]) -> None:
@@ -368,15 +369,27 @@ class Account:
         return self.parent is None or self.parent._fits(nbytes)
 
     def _add(self, nbytes: int, row: _Bytes) -> None:
-        row.now += nbytes
-        row.peak = max(row.peak, row.now)
-        everything = self._all
-        everything.now += nbytes
-        everything.peak = max(everything.peak, everything.now)
-        if self._on_change is not None:
-            self._on_change(everything.now)
+        self._count(nbytes, row)
+        self._tell()
+
+    def _tell(self) -> None:
+        account: Account | None = self
+        while account is not None:
+            if account._on_change is not None:
+                account._on_change(account._all.now)
+            account = account.parent
+
+    def _count(self, nbytes: int, row: _Bytes) -> None:
+        """Count in all accounts or in none: between the first and the last, no signal's handler runs."""
         if self.parent is not None:
-            self.parent._add(nbytes, self._in_parent)
+            self.parent._count(nbytes, self._in_parent)
+        everything = self._all
+        row.now += nbytes
+        everything.now += nbytes
+        if row.now > row.peak:  # noqa: PLR1730  (a call is where a handler may run)
+            row.peak = row.now
+        if everything.now > everything.peak:  # noqa: PLR1730
+            everything.peak = everything.now
 
     def _lose(self, held: _Bytes, row: _Bytes, guard: ForkGuard) -> None:
         """Free what a child held that was dropped without ``close``."""
