@@ -10,6 +10,9 @@ from penstock.core.errors import TransferError
 from penstock.io.engine import Priority, Transfer
 from penstock.store.window import TransferWindow
 
+INTERRUPTS = (KeyboardInterrupt, TimeoutError)
+"""What a signal's handler raises: Ctrl-C's, or one that the program has for a timer."""
+
 
 class Device:
     """Transfers that the test settles, or that settle when they are waited for."""
@@ -22,13 +25,13 @@ class Device:
         device = self
 
         class Waited(Transfer):
-            def wait(self, timeout_s=None):
+            def _wait(self, timeout_s):
                 device.waited.append(name)
-                if isinstance(device.errors.get(name), KeyboardInterrupt):
+                if isinstance(device.errors.get(name), INTERRUPTS):
                     raise device.errors.pop(name)
                 if not self.done:
                     self.settle(device.errors.get(name))
-                return super().wait(timeout_s)
+                return super()._wait(timeout_s)
 
         def cancel(_):
             device.cancelled.append(name)
@@ -176,25 +179,27 @@ def test_what_cannot_begin_is_released_at_once():
     assert not len(window)
 
 
-def test_after_ctrl_c_while_it_begins_memory_stays_taken():
+@pytest.mark.parametrize("interrupt", INTERRUPTS)
+def test_after_an_interrupt_while_it_begins_memory_stays_taken(interrupt):
     """Whether the transfer has begun is not known."""
     log = Log()
     window = log.window()
 
     def interrupted(_):
-        raise KeyboardInterrupt
+        raise interrupt
 
-    with pytest.raises(KeyboardInterrupt), window:
+    with pytest.raises(interrupt), window:
         window.begin("a", interrupted)
     assert log.calls == []
 
 
-def test_after_ctrl_c_while_it_waits_nothing_is_in_flight():
-    device, log = Device({"a": KeyboardInterrupt()}), Log()
+@pytest.mark.parametrize("interrupt", INTERRUPTS)
+def test_after_an_interrupt_while_it_waits_nothing_is_in_flight(interrupt):
+    device, log = Device({"a": interrupt()}), Log()
     window = log.window()
     for name in "ab":
         window.begin(name, device.submit(name))
-    with pytest.raises(KeyboardInterrupt), window:
+    with pytest.raises(interrupt), window:
         window.finish()
     assert log.of("complete") == []
     assert log.of("release") == ["a", "b"]

@@ -209,6 +209,12 @@ class _PieceQueue(TransferQueue):
         if can_leave:
             self._ring.wake()
 
+    def wake(self) -> None:
+        """Let the thread look at what waits."""
+        with self._lock:
+            if not self._closed:
+                self._ring.wake()
+
     def stop(self) -> list[TransferJob]:
         """Stop once pieces in flight end; return the jobs not begun, for the caller to settle."""
         if self.guard.in_child:
@@ -449,6 +455,13 @@ class AioEngine(Engine):
         job = BatchJob(batch, self._spec.piece_bytes, promote=self._queue.promote)
         self._queue.put(job)
         return job.transfer
+
+    def unsettled(self) -> list[Transfer]:
+        """Return the transfers that are not settled. See :meth:`Engine.unsettled`."""
+        found = self._queue.unsettled()
+        if found:
+            self._queue.wake()  # whoever was interrupted may have queued one, and woken nobody
+        return found + self._threads.unsettled()
 
     def close(self) -> None:
         """Cancel what has not started, wait for what has, stop the thread.

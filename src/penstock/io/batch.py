@@ -54,6 +54,8 @@ _EVENT: Final = np.dtype([("token", "u8"), ("block", "u8"), ("result", "i8"), ("
 class BatchJob(TransferJob):
     """A batch in the queue; its sizes count entries, those of other jobs bytes."""
 
+    is_listed = False  # it refers to its memory
+
     __slots__ = ("_holds", "_lock", "batch")
 
     def __init__(

@@ -199,6 +199,20 @@ class Transfer:
             raise renewed(self._error)
         return self.nbytes
 
+    def wait_for_end(self) -> None:
+        """Wait until settled, whatever its error is; an exception of a signal's handler is raised then.
+
+        For those who free its memory next.
+        """
+        interrupt: BaseException | None = None
+        while not self._over:
+            try:
+                self._wait(None)
+            except BaseException as error:  # noqa: BLE001  (raised below)
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
     def _wait(self, timeout_s: float | None) -> bool:
         gate = allocate_lock()
         gate.acquire()
@@ -251,7 +265,7 @@ class Transfer:
                     self._finish = lambda error: finish(before(error))
                 self._after = after or self._after
                 return
-        self._error = _finished(finish, self._error)  # settled already, and seen by nobody
+        self._error = finish(self._error)  # settled already, and seen by nobody
         if after is not None:
             after()
 
@@ -358,6 +372,14 @@ class Engine(ABC):
         """
         requests = (batch.request(entry) for entry in range(len(batch)))
         return _Joint(self, requests, int(batch.nbytes.sum()), batch.errors).transfer
+
+    def unsettled(self) -> list[Transfer]:
+        """Return the transfers of requests (not of batches) that were submitted and are not settled.
+
+        One that submits and is interrupted by a signal's handler does not know whether its transfer has
+        begun: nothing accesses its memory once each of these is settled.
+        """
+        return []
 
     @abstractmethod
     def close(self) -> None:

@@ -221,6 +221,10 @@ class ThreadEngine(Engine):
         self._queue.put(job, self._spec.workers)
         return job.transfer
 
+    def unsettled(self) -> list[Transfer]:
+        """Return the transfers that are not settled. See :meth:`Engine.unsettled`."""
+        return self._queue.unsettled()
+
     def close(self) -> None:
         """Cancel transfers that have not started, wait for the others, stop the workers.
 

@@ -14,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from penstock.core.errors import (
     ClosedError,
@@ -31,10 +31,15 @@ from penstock.io.files import MAX_GRANULE_BYTES
 
 MAX_OVERTAKES: Final = 16
 """Pieces that overtake the waiting requests of a lower priority before these are given one."""
+MIN_LISTED: Final = 64
+"""Listed jobs at which those that are settled are dropped from the list."""
 
 
 class TransferJob:
     """A queued or running request. Its variable fields are guarded by its engine's lock."""
+
+    is_listed: ClassVar[bool] = True
+    """True if its queue lists it until it is settled."""
 
     __slots__ = (
         *("address", "file", "nbytes", "offset_bytes", "op"),
@@ -122,11 +127,18 @@ class TransferQueue:
             priority: deque() for priority in Priority
         }
         self._overtaken = dict.fromkeys(Priority, 0)  # pieces, since one of that priority was taken
+        self._listed: list[TransferJob] = []  # may have begun; some are settled already
+        self._most_listed = MIN_LISTED
 
     def append(self, job: TransferJob) -> None:
         """Add a job behind all of its priority. Raises ClosedError."""
         if self._closed:
             raise ClosedError("the I/O engine is closed; a transfer was submitted after it")
+        if job.is_listed:
+            if len(self._listed) >= self._most_listed:
+                self._listed = [each for each in self._listed if not each.transfer.done]
+                self._most_listed = MIN_LISTED + 2 * len(self._listed)
+            self._listed.append(job)  # first: a signal may interrupt this
         self._waiting[job.priority].append(job)
 
     def take(self) -> TransferPiece | None:
@@ -199,6 +211,16 @@ class TransferQueue:
         for job in unbegun:
             self._waiting[job.priority].remove(job)
         return unbegun
+
+    def unsettled(self) -> list[Transfer]:
+        """Do as :meth:`Engine.unsettled`."""
+        with self._lock:
+            return [
+                job.transfer
+                for job in self._listed
+                if not job.transfer.done
+                and (job.next_bytes or job in self._waiting[job.priority])  # it was really queued
+            ]
 
     def __iter__(self) -> Iterator[TransferJob]:
         for jobs in self._waiting.values():

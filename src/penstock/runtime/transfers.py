@@ -297,7 +297,7 @@ class Transfers:
             if ours:
                 try:
                     transfer = self.transport.read(saved.tier, ticket, target, priority)
-                except BaseException:
+                except PenstockError:  # not of a signal's handler: the read may have begun
                     self.mover.drop(target)
                     raise
                 saved.state = Residency.READING

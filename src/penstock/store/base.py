@@ -22,10 +22,16 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from penstock.core import knobs
-from penstock.core.errors import ChecksumError, ClosedError, ConfigError, SourceChangedError
+from penstock.core.errors import (
+    ChecksumError,
+    ClosedError,
+    ConfigError,
+    PenstockError,
+    SourceChangedError,
+)
 from penstock.core.locks import condition
 from penstock.core.process import fork_guard
 from penstock.core.units import round_down, round_up
@@ -90,6 +96,18 @@ class Ticket:
     in_flight: int = 0
     """Transfers of this ticket that are not settled; its place is freed when there is none."""
     discarded: bool = False
+    is_held: bool = False
+    """True while its bytes count as held."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A transfer of a ticket, from before it begins until everyone that waited for it knows its end."""
+
+    ticket: Ticket
+    transfer: Transfer | None = None
+    """None: it is not known whether it has begun."""
+    has_landed: bool = False
 
 
 def check_readable(ticket: Any, spec: TierSpec) -> None:
@@ -139,8 +157,7 @@ class Tier(ABC):
         self._lock = condition()  # notified when nothing is in flight any more
         self._closed = False
         self._held_bytes = 0
-        self._in_flight = 0
-        self._moving: set[Transfer] = set()  # of what is in flight, what close() may cancel
+        self._in_flight: set[_Flight] = set()
 
     # -- primitives, for subclasses ---------------------------------------------------------------
 
@@ -242,21 +259,8 @@ class Tier(ABC):
         window = self.window(address, nbytes)
         start_ns = self.recorder.clock.now_ns()
         before = checksums.sum_of(self._verify, address, nbytes)
-        self._begin()
-        try:
-            place = self._allocate(window.nbytes) if at is None else at
-            try:
-                transfer = self._write(place, window.address, window.nbytes, keep_alive, priority)
-            except BaseException:
-                self._discard(place)
-                raise
-        except BaseException:
-            self._end()
-            raise
-        ticket = Ticket(label, nbytes, window, transfer, place, in_flight=1)
-        with self._lock:
-            self._held_bytes += window.nbytes
-            self._note_level()
+        ticket = Ticket(label, nbytes, window, _NOTHING_WRITTEN, at)
+        flight = _Flight(ticket)
 
         def check(error: BaseException | None) -> BaseException | None:
             if error is None and before is not None:
@@ -265,9 +269,21 @@ class Tier(ABC):
                 ticket.checksum = before
             return error
 
-        self._settle_with(
-            check, transfer, ticket, Stage.WRITE, keep_alive=keep_alive, start_ns=start_ns
-        )
+        try:
+            self._begin(flight)
+            if at is None:
+                ticket.place = self._allocate(window.nbytes)
+            flight.transfer = ticket.written = self._write(
+                ticket.place, window.address, window.nbytes, keep_alive, priority
+            )
+            with self._lock:
+                self._held_bytes += window.nbytes
+                ticket.is_held = True
+                self._note_level()
+            self._settle_with(check, flight, Stage.WRITE, keep_alive=keep_alive, start_ns=start_ns)
+        except BaseException as error:
+            self._give_up(flight, error, discards=True)
+            raise
         return ticket
 
     def read(
@@ -288,21 +304,21 @@ class Tier(ABC):
                 f"{ticket.label}: target address {address:#x} is not a multiple of"
                 f" {self.spec.granule_bytes}, the granule of tier {self.spec.name}"
             )
-        self._begin(ticket)
-        start_ns = self.recorder.clock.now_ns()
-        try:
-            transfer = self._read(ticket.place, address, ticket.window.nbytes, keep_alive, priority)
-        except BaseException:
-            self._landed(ticket)
-            self._end()
-            raise
+        flight = _Flight(ticket)
 
         def check(error: BaseException | None) -> BaseException | None:
             return error or self._mismatch(ticket, address + ticket.window.skew)
 
-        self._settle_with(
-            check, transfer, ticket, Stage.READ, keep_alive=keep_alive, start_ns=start_ns
-        )
+        try:
+            self._begin(flight, reads=True)
+            start_ns = self.recorder.clock.now_ns()
+            transfer = flight.transfer = self._read(
+                ticket.place, address, ticket.window.nbytes, keep_alive, priority
+            )
+            self._settle_with(check, flight, Stage.READ, keep_alive=keep_alive, start_ns=start_ns)
+        except BaseException as error:
+            self._give_up(flight, error)
+            raise
         return transfer
 
     def adopt(self, place: Place, nbytes: int, *, label: str, checksum: Sum | None) -> Ticket:
@@ -319,7 +335,7 @@ class Tier(ABC):
         with self._lock:
             self._held_bytes += nbytes
             self._note_level()
-        return Ticket(label, nbytes, Window(0, nbytes, 0), written, place, checksum)
+        return Ticket(label, nbytes, Window(0, nbytes, 0), written, place, checksum, is_held=True)
 
     def damage(self, ticket: Ticket, facts: str) -> ChecksumError:
         """Return the error that a ticket's bytes are not those that were written.
@@ -364,22 +380,26 @@ class Tier(ABC):
             if self._closed:
                 return
             self._closed = True
-            moving = self._moving.copy()
+            moving = [flight.transfer for flight in self._in_flight]
         for transfer in moving:
-            transfer.cancel()
+            if transfer is not None:
+                transfer.cancel()
         self._wait_idle()
         self._close()
 
     # -- inside -----------------------------------------------------------------------------------
 
     def _wait_idle(self) -> None:
-        """Wait until nothing is in flight, however often Ctrl-C is pressed: memory is freed next."""
-        try:
-            with self._lock:
-                self._lock.wait_for(lambda: self._in_flight == 0)
-        except KeyboardInterrupt:
-            self._wait_idle()
-            raise
+        """Wait until nothing is in flight, however often it is interrupted: memory is freed next."""
+        interrupt: BaseException | None = None
+        while self._in_flight:
+            try:
+                with self._lock:
+                    self._lock.wait_for(lambda: not self._in_flight)
+            except BaseException as error:  # noqa: BLE001  (raised below)
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _move(
         self,
@@ -411,15 +431,15 @@ class Tier(ABC):
     def _settle_with(
         self,
         check: Callable[[BaseException | None], BaseException | None],
-        transfer: Transfer,
-        ticket: Ticket,
+        flight: _Flight,
         stage: Stage,
         *,
         keep_alive: object,
         start_ns: int,
     ) -> None:
         """Have a transfer, which has begun, checked and accounted for before it is seen as settled."""
-        self._moving.add(transfer)  # without the lock: a set takes one element at a time
+        transfer, ticket = flight.transfer, flight.ticket
+        assert transfer is not None
 
         def finish(error: BaseException | None) -> BaseException | None:
             nonlocal keep_alive
@@ -429,38 +449,68 @@ class Tier(ABC):
                 error = failure
             self._account(stage, ticket, start_ns, error)
             keep_alive = None
-            self._landed(ticket)  # first, so that a waiter that discards has the space at once
+            self._landed(flight)  # first, so that a waiter that discards has the space at once
             return error
 
-        transfer.finish_with(finish, lambda: self._end(transfer))
+        transfer.finish_with(finish, lambda: self._end(flight))
 
-    def _begin(self, ticket: Ticket | None = None) -> None:
-        """A transfer is about to be in flight; of ``ticket``, if it is a read."""
+    def _begin(self, flight: _Flight, *, reads: bool = False) -> None:
+        """A transfer is about to be in flight."""
         if self._guard.in_child:  # before the lock, which a thread left behind may hold
             raise self._guard.error(f"tier {self.spec.name} ({self.spec.where})", "make one here")
         with self._lock:
             if self._closed:
                 raise ClosedError(f"tier {self.spec.name} ({self.spec.where}) is closed")
-            if ticket is not None:
-                check_readable(ticket, self.spec)
-                ticket.in_flight += 1
-            self._in_flight += 1
+            if reads:
+                check_readable(flight.ticket, self.spec)
+            flight.ticket.in_flight += 1
+            self._in_flight.add(
+                flight
+            )  # the last call of this block: a signal may interrupt after it
 
-    def _end(self, transfer: Transfer | None = None) -> None:
+    def _end(self, flight: _Flight) -> None:
         """Note that what ``_begin`` began is over, and that everyone that waited for it knows."""
         with self._lock:
-            if transfer is not None:
-                self._moving.discard(transfer)
-            self._in_flight -= 1
+            self._in_flight.discard(flight)
             if not self._in_flight:
                 self._lock.notify_all()
+
+    def _give_up(self, flight: _Flight, error: BaseException, *, discards: bool = False) -> None:
+        """End a transfer that was refused, or at whose beginning a signal's handler has raised.
+
+        Then it may have begun without anybody knowing: it has ended when all that moves now has. Nobody
+        waits for that here, where the caller may hold locks, but whoever closes the tier.
+        """
+        moving: list[Transfer] = []
+        if not isinstance(error, PenstockError):
+            if flight.transfer is not None:
+                moving = [flight.transfer]
+            elif self.engine is not None:
+                moving = self.engine.unsettled()
+        left: set[Transfer | None] = {None, *moving}
+
+        def over(transfer: Transfer | None) -> None:
+            left.discard(transfer)
+            if not left:
+                self._landed(flight)
+                self._end(flight)
+
+        if discards:
+            self.discard(flight.ticket)
+        for each in moving:
+            each.add_done_callback(over)
+        over(None)
 
     def _note_level(self) -> None:
         if self.spec.kind == "flash":  # host memory is on its budget's line already
             self.recorder.level(self.spec.name, self._held_bytes)
 
-    def _landed(self, ticket: Ticket) -> None:
+    def _landed(self, flight: _Flight) -> None:
+        ticket = flight.ticket
         with self._lock:
+            if flight.has_landed or flight not in self._in_flight:
+                return
+            flight.has_landed = True
             ticket.in_flight -= 1
             last = ticket.discarded and ticket.in_flight == 0
             is_free = last and self._gives_back(ticket)
@@ -469,9 +519,11 @@ class Tier(ABC):
 
     def _gives_back(self, ticket: Ticket) -> bool:
         """Hold a ticket's bytes no more; return whether its place is to be freed. Under the lock."""
-        self._held_bytes -= ticket.window.nbytes
-        self._note_level()
-        return not self._closed
+        if ticket.is_held:
+            ticket.is_held = False
+            self._held_bytes -= ticket.window.nbytes
+            self._note_level()
+        return ticket.place is not None and not self._closed
 
     def _mismatch(self, ticket: Ticket, address: int) -> ChecksumError | None:
         if ticket.checksum is None or self._verify == "off":
@@ -500,6 +552,10 @@ class Tier(ABC):
             tier=self._reported_as,
             slot=ticket.label,
         )
+
+
+_NOTHING_WRITTEN: Final = Transfer(0)
+_NOTHING_WRITTEN.settle()
 
 
 def _source_changed(label: str, nbytes: int, spec: TierSpec) -> SourceChangedError:

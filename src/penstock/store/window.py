@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 from typing import Generic, NamedTuple, TypeVar
 
+from penstock.core.errors import PenstockError
 from penstock.io.engine import Priority, Transfer
 
 Item = TypeVar("Item")
@@ -95,8 +95,8 @@ class TransferWindow(Generic[Item]):
         """Begin a transfer.
 
         Args:
-            item: Item that it carries. Released if ``submit`` raises an Exception; not after Ctrl-C, as
-                the transfer may have begun.
+            item: Item that it carries. Released if ``submit`` raises a PenstockError; not after what a
+                signal's handler raises, as the transfer may have begun.
             submit: Begins the transfer, with a priority.
             nbytes: Bytes that count towards the limit.
 
@@ -105,7 +105,7 @@ class TransferWindow(Generic[Item]):
         """
         try:
             transfer = submit(self.priority)
-        except Exception:
+        except PenstockError:
             self._release(item)
             raise
         self.add(item, transfer, nbytes)
@@ -154,7 +154,9 @@ class TransferWindow(Generic[Item]):
         try:
             transfer.wait()
             self._complete(item)
-        except Exception as error:  # noqa: BLE001  (`fail` raises it again, or handles it)
+        except Exception as error:
+            if not transfer.done:  # it is of a signal's handler, and the transfer goes on
+                raise
             self._fail(item, error)
         self._drop_oldest()
         return True
@@ -165,13 +167,21 @@ class TransferWindow(Generic[Item]):
             pass
 
     def cancel(self) -> None:
-        """Cancel what has not started, wait for the rest, and release all. Idempotent."""
+        """Cancel what has not started, wait for the rest, and release all. Idempotent.
+
+        What a signal's handler raises meanwhile is raised when all are released.
+        """
         for each in reversed(self._in_flight):
             each.transfer.cancel()
+        interrupt: BaseException | None = None
         while self._in_flight:
-            with suppress(Exception):
-                self._in_flight[0].transfer.wait()
+            try:
+                self._in_flight[0].transfer.wait_for_end()
+            except BaseException as error:  # noqa: BLE001  (raised below)
+                interrupt = error
             self._drop_oldest()
+        if interrupt is not None:
+            raise interrupt
 
     def _exceeds(self, nbytes: int) -> bool:
         return self._limit_bytes is not None and self._nbytes + nbytes > self._limit_bytes

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from penstock.core.errors import PenstockError
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.clients import WEIGHTS
 from penstock.runtime.movers import memory_for
@@ -101,7 +102,7 @@ class HostMemory(BroughtMemory):
             return None
         try:
             coming = home.tier.read(home.ticket, block.address, keep_alive=block, priority=priority)
-        except BaseException:
+        except PenstockError:  # not of a signal's handler: the read may have begun
             block.free()
             raise
         return block, coming

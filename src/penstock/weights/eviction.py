@@ -25,7 +25,7 @@ class WeightEviction:
 
     Attributes:
         failure: Why a weight could not be written home; no more are written in this step then.
-        writing_bytes: Bytes of those whose writes are in flight.
+        writing: Those whose writes are in flight.
         gives_way: False from when weights are taken home for good: what is brought then, stays.
     """
 
@@ -33,7 +33,7 @@ class WeightEviction:
         """Free memory of the weights of a table."""
         self._table = table
         self.failure: BaseException | None = None
-        self.writing_bytes = 0
+        self.writing: set[Stay] = set()
         self.gives_way = True
 
     def give_way(self, nbytes: int) -> None:
@@ -123,6 +123,7 @@ class WeightEviction:
             and not (spares and stay.stays)
         ]
         idle.sort(reverse=True)
+        leaving = sum(stay.home.nbytes for stay in self.writing)
         for next_use, _, stay in idle:
             if next_use <= later_than:
                 return False
@@ -131,8 +132,9 @@ class WeightEviction:
             if not stay.is_changed:
                 self._table.send_home(stay)
                 return True
-            if self.writing_bytes < nbytes and self.failure is None:
+            if leaving < nbytes and self.failure is None:
                 self.write(stay)
+                leaving += stay.home.nbytes
         return False
 
     def write(self, stay: Stay) -> None:
@@ -145,18 +147,24 @@ class WeightEviction:
         resting = stay.home.resting
         try:
             stay.writing = self._table.memory.write(stay.home, storage)
+            self.writing.add(stay)
+            self._table.resting_moved(stay, resting)
+            stay.writing.add_done_callback(lambda transfer: defer(self._written, stay, transfer))
         except PenstockError as error:  # as if the write had failed later
             self._note_failure(stay, error)
-            return
-        self.writing_bytes += stay.home.nbytes
-        self._table.resting_moved(stay, resting)
-        stay.writing.add_done_callback(lambda transfer: defer(self._written, stay, transfer))
+        except BaseException:  # of a signal's handler: what is at home is not known
+            stay.dirty = True
+            if stay.writing is not None:
+                self.writing.add(stay)
+                stay.writing.add_done_callback(lambda end: defer(self._written, stay, end))
+            raise
 
     def _written(self, stay: Stay, transfer: Transfer) -> None:
         """A weight is at home, or not; in a thread of the engine's."""
         with self._table.wake:
-            stay.writing = None
-            self.writing_bytes -= stay.home.nbytes
+            if stay.writing is transfer:
+                stay.writing = None
+                self.writing.discard(stay)
             if transfer.error is not None:
                 self._note_failure(stay, transfer.error)
         self.moved()

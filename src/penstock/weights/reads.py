@@ -155,7 +155,7 @@ class WeightReads:
             return True
         if self._eviction.free(stay.home.nbytes) or self._eviction.take_unneeded_read(stay):
             return True
-        if self._eviction.writing_bytes or self._table.coming_bytes:
+        if self._eviction.writing or self._table.coming_bytes:
             self._table.wake.wait()
             return True
         return False
