@@ -1,6 +1,7 @@
 """[Note: finalizers]: what a finalizer defers waits for this thread's last lock, and no longer."""
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -8,10 +9,13 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import pytest
 
+from interrupted import HandlerError, Interrupt
 from penstock.core.locks import Lock, condition, defer
 from penstock.testing.engines import run_in_fork
 
@@ -333,3 +337,42 @@ def test_a_condition_wakes_who_waits_and_runs_what_was_deferred():
         wake.notify_all()
     thread.join(60)
     assert done == ["deferred", "woken"]
+
+
+def interrupted_at_each_point(action):
+    """Call it again and again, each time interrupted at the next point; yield after each call."""
+    for at in itertools.count():
+        interrupt = Interrupt(at)
+        with suppress(HandlerError), interrupt:
+            action()
+        yield
+        if interrupt.where is None:
+            return
+
+
+def in_thread(function):
+    """Call it in a thread of its own, as it sets a trace function."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(60)
+
+
+@pytest.mark.parametrize("how", ["with", "condition", "wait"])
+def test_a_handler_that_raises_leaves_no_lock_locked(how):
+    """See [Note: signals]; what finalizers defer afterwards is done."""
+    lock, seen = Lock() if how == "with" else condition(), []
+
+    def use():
+        with lock:
+            if how == "wait":
+                lock.wait(0.0001)
+
+    def check():
+        points = 0
+        for _ in interrupted_at_each_point(use):
+            points += 1
+            assert not (lock if how == "with" else lock._lock).bare.locked(), points
+            defer(seen.append, points)
+            assert len(seen) == points
+        return points
+
+    assert in_thread(check) > 2
