@@ -103,7 +103,7 @@ class Lock:
     def renew(self) -> None:
         """Unlock it, in a forked child: a thread that held it there is gone."""
         self._lock = self.bare = threading.Lock()
-        self._taking = iter(self._lock.acquire, None)  # `True in` it takes the lock
+        self._taking = iter(self._lock.acquire, False)  # `True in` it takes the lock
 
     def _is_owned(self) -> bool:
         """Return True if locked, for ``threading.Condition``, which else tries to take the lock."""

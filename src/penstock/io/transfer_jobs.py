@@ -31,8 +31,6 @@ from penstock.io.files import MAX_GRANULE_BYTES
 
 MAX_OVERTAKES: Final = 16
 """Pieces that overtake the waiting requests of a lower priority before these are given one."""
-MIN_LISTED: Final = 64
-"""Listed jobs at which those that are settled are dropped from the list."""
 
 
 class TransferJob:
@@ -47,6 +45,7 @@ class TransferJob:
             "error",
             "keep_alive",
             "least_bytes",
+            "listed",
             "next_bytes",
             "piece_bytes",
             "priority",
@@ -84,6 +83,7 @@ class TransferJob:
         self.next_bytes = 0  # offset of the first piece that was not taken yet
         self.running = 0  # pieces in flight
         self.error: BaseException | None = None
+        self.listed: set[TransferJob] | None = None
         self.transfer = Transfer(
             request.nbytes,
             cancel=lambda _: cancel(self),
@@ -94,6 +94,8 @@ class TransferJob:
         """Settle the transfer once the memory is no longer accessed. Not under the engine's lock."""
         self.keep_alive = None
         self.transfer.settle(error)
+        if self.listed is not None:
+            self.listed.discard(self)
 
 
 class TransferPiece(NamedTuple):
@@ -127,18 +129,15 @@ class TransferQueue:
             priority: deque() for priority in Priority
         }
         self._overtaken = dict.fromkeys(Priority, 0)  # pieces, since one of that priority was taken
-        self._listed: list[TransferJob] = []  # may have begun; some are settled already
-        self._most_listed = MIN_LISTED
+        self._listed: set[TransferJob] = set()  # those that may have begun
 
     def append(self, job: TransferJob) -> None:
         """Add a job behind all of its priority. Raises ClosedError."""
         if self._closed:
             raise ClosedError("the I/O engine is closed; a transfer was submitted after it")
         if job.is_listed:
-            if len(self._listed) >= self._most_listed:
-                self._listed = [each for each in self._listed if not each.transfer.done]
-                self._most_listed = MIN_LISTED + 2 * len(self._listed)
-            self._listed.append(job)  # first: a signal may interrupt this
+            job.listed = self._listed
+            self._listed.add(job)  # first: a signal may interrupt this
         self._waiting[job.priority].append(job)
 
     def take(self) -> TransferPiece | None:
@@ -192,6 +191,7 @@ class TransferQueue:
             if job.next_bytes or job not in self._waiting[job.priority]:
                 return False
             self._waiting[job.priority].remove(job)
+            self._listed.discard(job)
         job.keep_alive = None
         return True
 
@@ -217,7 +217,7 @@ class TransferQueue:
         with self._lock:
             return [
                 job.transfer
-                for job in self._listed
+                for job in tuple(self._listed)
                 if not job.transfer.done
                 and (job.next_bytes or job in self._waiting[job.priority])  # it was really queued
             ]
