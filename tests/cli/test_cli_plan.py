@@ -280,6 +280,11 @@ def test_the_plot_is_written(tmp_path, capsys):
         (["vgg16", "--batch", "1", "--machine", "no/such.toml"], "no/such.toml"),
         (["vgg16", "--batch", "1", *ON_CPU, "--policy", "best"], "known are all, auto"),
         (["vgg16", *ON_CPU], "--batch is missing"),
+        (["vgg16", "--batch", "1"], "--machine is missing: name a preset (a100-g10, cpu"),
+        (
+            ["vgg16", "--batch", "1", *ON_CPU, "--set", "image_size=x"],
+            "image_size='x' must be of type int",
+        ),
         (["vgg16", "--batch", "0", *ON_CPU], "--batch is 0"),
         (
             ["vgg16", "--batch", "999999999999", *ON_CPU],

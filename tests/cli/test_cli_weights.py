@@ -71,6 +71,12 @@ def test_a_folder_without_weights_is_a_wrong_argument(disk_path, capsys):
     assert "has no model.safetensors" in text.err
 
 
+def test_a_path_that_is_missing_is_a_wrong_argument(disk_path, capsys):
+    code, text = outcome(capsys, "verify", disk_path / "none.safetensors")
+    assert (code, text.out) == (2, "")
+    assert "does not exist" in text.err
+
+
 def tensors_of(path):
     found = {}
     for name in sorted(os.listdir(path)):

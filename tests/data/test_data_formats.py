@@ -441,7 +441,13 @@ def test_arrays_that_cannot_be_read_so(disk_path, write, says):
         (["a.txt"], {}, DatasetError, "the format of '[^']*/a.txt' cannot be told"),
         (".", {"format_name": "csv"}, ConfigError, "none of packed"),
         (".", {"format_name": "npy"}, DatasetError, "has no file of the format npy"),
-        (["a.txt"], {"format_name": "tokens"}, ConfigError, "needs context="),
+        (["a.txt"], {"format_name": "tokens"}, ConfigError, "needs the option context="),
+        (
+            ["a.txt"],
+            {"format_name": "tokens", "options": {"context": "x"}},
+            ConfigError,
+            "option context of a token file is 'x'",
+        ),
         (
             ["a.txt"],
             {"format_name": "tokens", "options": {"size": 1}},

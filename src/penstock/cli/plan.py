@@ -221,9 +221,14 @@ def execute(options: argparse.Namespace) -> int | Callable[[], int]:
     for name in ("flash", "step", "codec"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name} needs --script")
-    if options.network is None or options.machine is None:
+    if options.network is None:
         raise ConfigError(
             "plan needs NETWORK and --machine, or --script; `penstock plan --help` has examples"
+        )
+    if options.machine is None:
+        raise ConfigError(
+            f"--machine is missing: name a preset ({', '.join(Machine.presets())}) or a file that"
+            f" `penstock bench machine` has written"
         )
     if options.weights != "keep" or options.ranks is not None:
         return int(_of("plan_step").execute_step(options))

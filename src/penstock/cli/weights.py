@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from dataclasses import asdict, dataclass, field
 from typing import Final
@@ -157,6 +158,8 @@ def _show(options: argparse.Namespace, path: str) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    if not os.path.exists(options.path):
+        raise ConfigError(f"{options.path!r} does not exist")
     damage: dict[str, str] = {}
     files: list[WeightFile] = []
     try:

@@ -227,6 +227,7 @@ def test_a_trace_is_run(tmp_path, capsys):
     path.write_text("0 0 0 16 1\n1000000 0 16 16 0\n")
     one = json.loads(output([*RUN, str(path), "--json"], capsys))
     assert (one["reads"], one["writes"]) == (1, 1)
+    assert "has times" in refusal([*RUN, str(path), "--queue-depth", "4"], capsys)
     path.write_text("0 0 0 16 1\nnonsense\n")
     assert "line 2: expected" in refusal([*RUN, str(path)], capsys)
 
@@ -252,6 +253,7 @@ def test_a_trace_is_run(tmp_path, capsys):
         ([*RUN, "randread", "--requests", "0"], "1 or more"),
         ([*RUN, "randread", "--hot", "0.9"], "not two shares"),
         ([*RUN, "randread", "--hot", "2,0.1"], "hot_share is 2"),
+        ([*RUN, "randread", "--working-set", "0"], "must be a share above 0 and up to 1"),
         ([*RUN, "randwrite", "--flush-every", "-1"], "flush_every is -1"),
         (["ssd", "run", "mqsim-defolt", "randread"], "did you mean 'mqsim-default'"),
     ],
@@ -326,3 +328,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_any_work(
 def test_a_field_is_swept_once(capsys):
     twice = ["--field", "unit.divider=1,2", "--field", "unit.divider=4"]
     assert "unit.divider more than once" in refusal([*SWEEP, *twice], capsys)
+
+
+def test_each_value_of_a_field_is_swept_once(capsys):
+    assert "has 2 more than once" in refusal([*SWEEP, "--field", "unit.divider=2,4,2"], capsys)

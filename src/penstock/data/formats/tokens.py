@@ -28,13 +28,18 @@ def build(job: IndexingJob) -> IndexBuilder:
     context, extra = job.options["context"], job.options["extra"]
     stride = context if job.options["stride"] is None else job.options["stride"]
     start = job.options["header_bytes"]
-    numbers = ((context, 1), (stride, 1), (extra, 0), (start, 0))
-    if not all(type(each) is int and least <= each <= _MOST for each, least in numbers):
+    if context is None:
         raise ConfigError(
-            f"a token file needs context=..., the tokens of a sample (and stride=..., context if not"
-            f" given; extra=..., tokens beyond, 1; header_bytes=..., 0), whole numbers up to {_MOST}:"
-            f" {dict(job.options)}"
+            "a token file needs the option context=..., the tokens of a sample; others are stride=..."
+            " (context if not given), extra=..., tokens beyond (1), and header_bytes=... (0)"
         )
+    numbers = {"context": (context, 1), "stride": (stride, 1), "extra": (extra, 0)}
+    for name, (value, least) in {**numbers, "header_bytes": (start, 0)}.items():
+        if type(value) is not int or not least <= value <= _MOST:
+            raise ConfigError(
+                f"option {name} of a token file is {value!r}; it must be a whole number from {least} to"
+                f" {_MOST}"
+            )
     dtype = _dtype(job.options["dtype"])
     builder = IndexBuilder("tokens", ("tokens",))
     builder.meta = {"dtype": dtype.str, "shape": [context + extra]}

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -257,6 +257,14 @@ def _run(
     requests: Iterator[HostRequest] = read_trace(
         Path(options.workload), drive.user_bytes, kind=kind
     )
+    if "queue_depth" in given:  # if the first request has a time, so have all
+        first = next(requests, None)
+        if first is not None and first.arrival_ps is not None:
+            raise ConfigError(
+                f"--queue-depth is for requests without times, and {options.workload} has times; leave it"
+                f" out"
+            )
+        requests = chain([] if first is None else [first], requests)
     return drive.serve(
         pace.of(islice(requests, given.get("requests"))),
         queue_depth=given.get("queue_depth", 1),

@@ -102,7 +102,10 @@ def sweep(
     if count > _MAX_DEVICES:
         raise ConfigError(f"--field makes {count} devices; at most {_MAX_DEVICES} are possible")
     names = [name for name, _ in fields]
-    for name in names:
+    for name, values in fields:
+        twice = next((value for at, value in enumerate(values) if value in values[:at]), None)
+        if twice is not None:
+            raise ConfigError(f"--field {name} has {twice!r} more than once")
         if names.count(name) > 1:
             raise ConfigError(
                 f"--field names {name} more than once; list all its values in one option"

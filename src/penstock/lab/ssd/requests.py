@@ -106,9 +106,8 @@ class Workload:
         shares = {"read_share": 0, "filled": 0, "working_set": 1e-12, "hot_share": 0, "hot_set": 0}
         for name, least in shares.items():
             if not least <= getattr(self, name) <= 1:
-                raise ConfigError(
-                    f"workload: {name} is {getattr(self, name)}; it must be a share from 0 to 1"
-                )
+                meant = "a share above 0 and up to 1" if least else "a share from 0 to 1"
+                raise ConfigError(f"workload: {name} is {getattr(self, name)}; it must be {meant}")
 
     def __iter__(self) -> Iterator[HostRequest]:
         raise TypeError("a workload needs the size of a drive: use its stream(user_bytes)")

@@ -29,6 +29,14 @@ IGNORE: Final = -100
 """Language target of a position without a loss; the ``ignore_index`` of ``cross_entropy``."""
 
 
+_KINDS: Final[Mapping[str, tuple[type, ...]]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+}
+"""Types of the values that a setting takes, by the type of its field; others are checked elsewhere."""
+
+
 class Batch(NamedTuple):
     """Arguments of one step: ``loss = network(*batch)``."""
 
@@ -143,7 +151,7 @@ class ZooEntry:
     def configure(
         self, name: str, size: Literal["full", "tiny"], overrides: Mapping[str, Any]
     ) -> Config:
-        """Return the configuration with ``overrides``. Raises ConfigError for an unknown setting."""
+        """Return the configuration with ``overrides``. Raises ConfigError for an unknown or wrong one."""
         if size not in ("full", "tiny"):
             raise ConfigError(f"{name}: size={size!r} must be 'full' or 'tiny'")
         known = {f.name for f in fields(self.config)}
@@ -152,6 +160,10 @@ class ZooEntry:
             raise ConfigError(
                 f"{name} has no setting {', '.join(unknown)}; it has {', '.join(sorted(known))}"
             )
+        for each in fields(self.config):
+            value, kinds = overrides.get(each.name), _KINDS.get(str(each.type))
+            if each.name in overrides and kinds and type(value) not in kinds:
+                raise ConfigError(f"{name}: {each.name}={value!r} must be of type {each.type}")
         tiny = self.tiny if size == "tiny" else {}
         return self.config(**{**self.full, **tiny, **overrides})
 
