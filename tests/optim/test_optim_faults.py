@@ -243,9 +243,10 @@ def test_what_cannot_be_on_flash_is_refused_with_the_reason(small):
         on_flash(scheduled, **small)
 
 
-def test_sparse_gradients_are_refused(small):
+@pytest.mark.parametrize("more", [{}, {"gradient_memory": 0}])
+def test_sparse_gradients_are_refused(small, more):
     table = nn.Embedding(10, 4, sparse=True)
-    a = FlashAdamW(table.parameters(), **small)
+    a = FlashAdamW(table.parameters(), **small, **more)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigError, match="sparse=False"):
         a.step()

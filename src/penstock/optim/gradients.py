@@ -245,9 +245,9 @@ class Gradients:
             self.note(param)
 
     def _must_be_offloaded(self, param: Param, grad: Tensor) -> bool:
-        if self._failure is not None or grad.nbytes <= LEAST_BYTES:
+        if self._failure is not None or grad.layout != torch.strided:
             return False
-        if grad.layout != torch.strided:
+        if grad.nbytes <= LEAST_BYTES:
             return False
         if self.is_given:
             return self.has_excess()
@@ -545,7 +545,7 @@ class _Waiting:
 
 
 def _bytes_in_memory(grad: Tensor | None) -> int:
-    if grad is None:
+    if grad is None or grad.layout != torch.strided:  # step refuses a sparse one
         return 0
     if not isinstance(grad, OffloadedGradient):
         return grad.nbytes
