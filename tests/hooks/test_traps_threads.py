@@ -263,6 +263,23 @@ def test_trap_24_a_forked_child_trains_without_the_parents_engine(session_for):
         assert_nothing_held(session)
 
 
+def test_trap_24_a_forked_child_goes_backward_through_a_graph_that_is_in_memory(session_for):
+    """What the plan keeps, and what is below the floor, the child has as without Penstock."""
+    model = blocks(2)
+    features = leaf(256, 64)
+    expected = gradients_of(lambda: run_through(model, features), model, features)
+    with session_for(model, policy="keep", device_memory="64MiB"):
+        for _ in range(3):  # then storages that fit are counted, and nothing more is noted of them
+            run_through(model, features).backward()
+        loss = run_through(model, features)
+
+        def work():
+            found = gradients_of(loss, model, features)
+            assert all(map(same_bits, found, expected))
+
+        assert in_child(work) == "done"
+
+
 def test_trap_24_a_child_waits_for_no_lock_of_its_parent(session_for):
     """A lock that a worker held at the fork is held for ever in the child, and nobody there lets go."""
     weight = leaf(LARGE)

@@ -526,7 +526,7 @@ class Executor:
 
     def _in_child(self, saved: SavedStorage) -> torch.UntypedStorage:
         """Return what a forked child inherited; without the lock, whose holder does not exist here."""
-        storage = in_memory(saved)
+        storage = in_memory(saved) if saved.recorded else saved.source()
         if storage is None:
             raise RestoreError(
                 f"cannot restore {saved.label} in this process: it was spilled by process"
