@@ -50,6 +50,17 @@ def test_small_ones_and_those_that_ask_for_flash_themselves_are_left_alone(adopt
     own.close()
 
 
+def test_the_floor_may_be_given(small):
+    adoption = Adoption({**small, "tile": 1 << 16}, floor_bytes=4096)
+    try:
+        assert isinstance(torch.optim.SGD(parameters(sizes=[(1024,)]), lr=0.1), OnFlash)
+        assert not isinstance(torch.optim.SGD(parameters(sizes=[(1023,)]), lr=0.1), OnFlash)
+    finally:
+        adoption.end()
+        for optimizer in adoption.adopted:
+            optimizer.close()
+
+
 def test_one_that_cannot_be_on_flash_stays_in_memory_and_says_why(adoption):
     with pytest.warns(PenstockWarning, match="stay in memory.*capturable"):
         made = torch.optim.Adam(parameters(sizes=LARGE), capturable=True)

@@ -356,7 +356,11 @@ class _RunLifecycle:
             session.build_on_flash()
             if self._states is not None:
                 adopt = importlib.import_module("penstock.optim.adopt")
-                adopt.Adoption(_with_gradients(self._states, session), tell=say)
+                adopt.Adoption(
+                    _with_gradients(self._states, session),
+                    floor_bytes=self._config.floor_bytes,
+                    tell=say,
+                )
         except PenstockError as error:
             if self._debug:
                 raise

@@ -35,15 +35,22 @@ class Adoption:
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], *, tell: Callable[[str], None] | None = None
+        self,
+        settings: Mapping[str, Any],
+        *,
+        floor_bytes: int | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         """Begin.
 
         Args:
             settings: Fields of ``StatesConfig``.
+            floor_bytes: Bytes of parameters below which states stay in memory; ``knobs.floor_bytes()``
+                if None.
             tell: Called with what each adopted optimizer costs the SSD, before its first step.
         """
         self._tell = tell
+        self._floor_bytes = knobs.floor_bytes() if floor_bytes is None else floor_bytes
         self._told_of_small = False
         self.adopted: list[torch.optim.Optimizer] = []
         self._settings = dict(settings)
@@ -71,10 +78,10 @@ class Adoption:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         nbytes = sum(p.numel() * p.element_size() for p in params)
         name = type(optimizer).__name__
-        if nbytes < knobs.floor_bytes():
+        if nbytes < self._floor_bytes:
             self._tell_once(
                 f"{name}: optimizer states stay in memory: {format_bytes(nbytes)} of parameters are"
-                f" below the floor of {format_bytes(knobs.floor_bytes())}, and not worth a file"
+                f" below the floor of {format_bytes(self._floor_bytes)}, and not worth a file"
             )
             return
         try:
