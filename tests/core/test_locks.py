@@ -376,3 +376,18 @@ def test_a_handler_that_raises_leaves_no_lock_locked(how):
         return points
 
     assert in_thread(check) > 2
+
+
+@pytest.mark.parametrize("make", [Lock, condition])
+def test_a_handler_that_raises_stop_iteration_does_not_let_in_without_the_lock(make):
+    lock = make()
+    own = getattr(lock, "_lock", lock) if make is condition else lock
+    own._taking = iter(partial(next, iter(())), False)  # as if it were raised while this waits
+    with pytest.raises(RuntimeError, match="StopIteration"), lock:
+        raise AssertionError
+    with lock:
+        assert own._is_owned()
+    assert not own._is_owned()
+    ran = []
+    defer(ran.append, 1)
+    assert ran == [1]

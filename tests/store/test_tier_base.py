@@ -10,7 +10,7 @@ from penstock.io.engine import Transfer
 from penstock.observe.clock import ManualClock
 from penstock.observe.recorder import Recorder, Stage
 from penstock.store import Tier, TierSpec
-from penstock.testing.engines import aligned
+from penstock.testing.engines import aligned, run_in_fork
 
 
 class HandTier(Tier):
@@ -245,3 +245,20 @@ class TestClose:
         assert not tier.discarded  # close has released everything
         with pytest.raises(ClosedError):
             tier.read(ticket, memory.ctypes.data, keep_alive=memory)
+
+
+def test_a_forked_child_is_refused_though_another_thread_had_the_lock():
+    tier, memory = HandTier(), aligned(512)
+
+    def child():
+        for action in (
+            lambda: tier.write(memory.ctypes.data, 512, keep_alive=memory, label="x"),
+            lambda: tier.read(ticket, memory.ctypes.data, keep_alive=memory),
+        ):
+            with pytest.raises(ClosedError, match="was forked"):
+                action()
+
+    ticket = tier.write(memory.ctypes.data, 512, keep_alive=memory, label="x")
+    tier.transfers[-1].settle()
+    with tier._lock:
+        run_in_fork(child)

@@ -145,3 +145,27 @@ def test_a_dropped_weight_that_somebody_still_sees_keeps_its_values(disk_path):
             trained(model, sgd(model), inputs(2))
         for name, each in seen.items():
             assert (each == values[name]).all(), name
+
+
+class Taught(nn.Module):
+    """Has a teacher that is no module of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.teachers = [nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(4)]
+
+    def forward(self, x):
+        x = self.layer(x)
+        for teacher in self.teachers:
+            x = torch.tanh(teacher(x))
+        return x
+
+
+def test_modules_that_a_model_calls_and_does_not_have_rest_too(disk_path):
+    plain, model = built(Taught), built(Taught)
+    expected = trained(plain, sgd(plain), inputs(3))
+    with on_flash(model, disk_path, limit=LIMIT):
+        found = trained(model, sgd(model), inputs(3))
+        assert all(type(each.weight) is RestingParameter for each in model.teachers)
+    assert_same(found, expected)

@@ -13,6 +13,14 @@
     holds that, when it starts a thread or becomes one. If the finalizer then took a lock of Penstock
     whose holder starts a thread, the two would wait for each other, and so would every thread that is
     started from then on. So the action is left to the next thread that releases a lock of Penstock.
+
+[Note: signals]
+    The main thread runs handlers of signals where Python checks for them: when a function begins, after
+    a call, and where a loop goes back. A handler may raise, as that of Ctrl-C does. So there must be no
+    such place between the taking of a lock and the block that releases it, nor before the release in what
+    is called to release it. A lock is taken by ``True in iterator``, whose iterator calls ``acquire``:
+    Python does not check after an operator. What releases a lock is marked by ``unlocks``, and begins
+    without a check, as a generator does that goes on within ``yield from``.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from penstock.core.process import call_in_child
 
@@ -105,6 +113,11 @@ class Lock:
         self._lock = self.bare = threading.Lock()
         self._taking = iter(self._lock.acquire, False)  # `True in` it takes the lock
 
+    def _refuse(self) -> NoReturn:
+        """Raise RuntimeError, as the lock was not taken: its iterator has ended, and is made anew."""
+        self._taking = iter(self._lock.acquire, False)
+        raise RuntimeError("a signal's handler has raised StopIteration")
+
     def _is_owned(self) -> bool:
         """Return True if locked, for ``threading.Condition``, which else tries to take the lock."""
         return self._lock.locked()
@@ -134,7 +147,8 @@ class Lock:
     def __enter__(self) -> None:
         _held.count += 1
         try:
-            True in self._taking  # noqa: B015  (see [Note: signals])
+            if True not in self._taking:  # see [Note: signals]
+                self._refuse()
         except BaseException:  # Ctrl-C while waiting
             _held.count -= 1
             raise
@@ -194,7 +208,9 @@ class Condition(threading.Condition):
         """Take the lock, as ``Lock`` does, without a call of it."""
         _held.count += 1
         try:
-            return True in self._lock._taking
+            if True not in self._lock._taking:
+                self._lock._refuse()
+            return True
         except BaseException:  # Ctrl-C while waiting
             _held.count -= 1
             raise

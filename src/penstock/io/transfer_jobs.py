@@ -215,12 +215,10 @@ class TransferQueue:
     def unsettled(self) -> list[Transfer]:
         """Do as :meth:`Engine.unsettled`."""
         with self._lock:
-            return [
-                job.transfer
-                for job in tuple(self._listed)
-                if not job.transfer.done
-                and (job.next_bytes or job in self._waiting[job.priority])  # it was really queued
-            ]
+            for job in tuple(self._listed):
+                if not job.next_bytes and job not in self._waiting[job.priority]:  # never queued
+                    self._listed.discard(job)
+            return [job.transfer for job in tuple(self._listed) if not job.transfer.done]
 
     def __iter__(self) -> Iterator[TransferJob]:
         for jobs in self._waiting.values():

@@ -384,8 +384,10 @@ class Tier(ABC):
         for transfer in moving:
             if transfer is not None:
                 transfer.cancel()
-        self._wait_idle()
-        self._close()
+        try:
+            self._wait_idle()  # also if it raises what a signal's handler has raised
+        finally:
+            self._close()
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -481,12 +483,13 @@ class Tier(ABC):
         Then it may have begun without anybody knowing: it has ended when all that moves now has. Nobody
         waits for that here, where the caller may hold locks, but whoever closes the tier.
         """
+        if (
+            self._guard.in_child
+        ):  # it was refused there, where a thread left behind may hold the lock
+            return
         moving: list[Transfer] = []
         if not isinstance(error, PenstockError):
-            if flight.transfer is not None:
-                moving = [flight.transfer]
-            elif self.engine is not None:
-                moving = self.engine.unsettled()
+            moving = self._unsettled() if flight.transfer is None else [flight.transfer]
         left: set[Transfer | None] = {None, *moving}
 
         def over(transfer: Transfer | None) -> None:
@@ -500,6 +503,10 @@ class Tier(ABC):
         for each in moving:
             each.add_done_callback(over)
         over(None)
+
+    def _unsettled(self) -> list[Transfer]:
+        """Return the transfers that may be under way; see :meth:`penstock.io.engine.Engine.unsettled`."""
+        return [] if self.engine is None else self.engine.unsettled()
 
     def _note_level(self) -> None:
         if self.spec.kind == "flash":  # host memory is on its budget's line already

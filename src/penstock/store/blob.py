@@ -142,12 +142,12 @@ class ReservedTier(Tier):
         return [ReservedPlace(tuple(made), offset) for offset in offsets]
 
     def sync(self) -> None:
-        """Wait until all that was written is on the device.
+        """Wait until all that was written to named files is on the device.
 
         Raises:
             TransferError: The device did not take it.
         """
-        for file in self._all_files():
+        for file in (file for files in self.files for file in files):
             try:
                 os.fdatasync(file.fd)
             except OSError as error:
@@ -166,11 +166,8 @@ class ReservedTier(Tier):
         return  # it stays reserved
 
     def _close(self) -> None:
-        for file in self._all_files():
+        for file in (*(file for files in self.files for file in files), *self._unnamed):
             file.close()
-
-    def _all_files(self) -> list[DirectFile]:
-        return [*(file for files in self.files for file in files), *self._unnamed]
 
     def _check_space(
         self, nbytes: int, files: Sequence[DirectFile], advice: Callable[[int, int], str]

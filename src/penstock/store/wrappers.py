@@ -53,6 +53,9 @@ class WrapperTier(Tier):
     ) -> Transfer:
         return self.inner._read(place, address, nbytes, keep_alive, priority)
 
+    def _unsettled(self) -> list[Transfer]:
+        return self.inner._unsettled()
+
     def _discard(self, place: Place) -> None:
         self.inner._discard(place)
 

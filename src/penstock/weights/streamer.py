@@ -210,10 +210,20 @@ class WeightStreamer:
             if isinstance(each, Parameter) and not is_exchanged(module, name)
         ]
         if any(self._table.stay_of(each) is None for each in parameters):
-            outermost, _ = self._uses.stack[
-                0
-            ]  # others in it may be new, and their names begin there
-            self.add(outermost)
+            self.add(self._with_new(module))
+
+    def _with_new(self, module: Module) -> Module:
+        """Return the outermost module if one that has new parameters is not the only such one in it.
+
+        Then all get their homes, in the same files, with their names in it. Else return the module: the
+        outermost one may not have it, as a teacher that it keeps in a list.
+        """
+        outermost, _ = self._uses.stack[0]
+        is_within = has_others = False
+        for each in outermost.modules():
+            is_within |= each is module
+            has_others |= each is not module and not self._is_known(each)
+        return outermost if is_within and has_others else module
 
     def leave(self, module: Module) -> None:
         """Let go of what ``enter`` has brought."""
