@@ -279,7 +279,7 @@ def test_a_measurement_that_is_interrupted_ends_its_transfers_first(disk_path, m
     in_flight = []
 
     def free(block):
-        in_flight.append(tier._in_flight)
+        in_flight.append(len(tier._in_flight))
         freed(block)
 
     def interrupted(transfer, timeout_s=None):

@@ -71,7 +71,7 @@ def test_bench(capsys):
     ("argv", "code", "says"),
     [
         (["info", "missing"], 1, "is missing"),
-        (["info", "t.bin"], 2, "needs context="),
+        (["info", "t.bin"], 2, "needs the option context="),
         (["info", "t.bin", "--option", "context"], 2, "has no value"),
         (["info", "a.npy", "--format", "csv"], 2, "none of packed"),
         (["pack", "a.npy", "a.txt"], 2, "must end in .pstk"),

@@ -211,7 +211,7 @@ def test_other_options_and_missing_ones_are_refused(tmp_path, capsys):
     assert "no --batch" in refused(capsys, "--from-deepspeed", file, "--batch", 2)
     assert "no NETWORK" in refused(capsys, "gpt2", "--from-deepspeed", file)
     assert "cannot be read" in refused(capsys, "--from-deepspeed", tmp_path / "none.json")
-    assert "needs NETWORK and --machine" in refused(capsys, "gpt2", "--batch", 2)
+    assert "--machine is missing" in refused(capsys, "gpt2", "--batch", 2)
 
 
 def offloaded(device, **others):

@@ -91,7 +91,7 @@ class TestNamedFiles(TestReservedTier):
     leaves_files = True
 
     def place(self, tier, nbytes):
-        return reserve(tier, nbytes, f"{len(tier.files)}.slab")
+        return reserve(tier, nbytes, f"{len(tier.named)}.slab")
 
 
 class TestRecords(TestReservedTier):
@@ -111,7 +111,7 @@ class TestDurableRecords(TestRecords):
     leaves_files = True
 
     def place(self, tier, nbytes):
-        return reserve(tier, nbytes, f"{len(tier.files)}.slab")
+        return reserve(tier, nbytes, f"{len(tier.named)}.slab")
 
 
 class TestGradients(BlobStoreTests):

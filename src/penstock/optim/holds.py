@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import get_ident
 
 from penstock.core.locks import condition
 from penstock.homed import HomedWeight, UpdateMemory, add_holder, home_of
@@ -71,7 +72,7 @@ class WeightHolds:
         self._holds: dict[int, _Hold] = {}
         self._counts: dict[int, int] = {}  # by parameter: tiles that have a part of it
         self._counted = 0
-        self._at_work = 0
+        self._at_work: list[int] = []  # threads; one whose handler of a signal raised may be left
         self._paused = 0  # times that ``pause`` was called without ``resume``
         add_holder(self)
 
@@ -132,18 +133,22 @@ class WeightHolds:
             ChecksumError: It is not what was written.
         """
         indices = [i for i in dict.fromkeys(p.param for p in tile.pieces) if i in wanted]
-        with self._wake:
-            self._wake.wait_for(lambda: self._may_begin(indices))
-            holds = {i: self._hold_of(i, home) for i, home in self._homes_of(indices).items()}
-            for hold in holds.values():
-                hold.users += 1
-            self._at_work += 1
+        holds: dict[int, _Hold] = {}
+        has_begun = False
         try:
+            with self._wake:
+                self._wake.wait_for(lambda: self._may_begin(indices))
+                holds = {i: self._hold_of(i, home) for i, home in self._homes_of(indices).items()}
+                for hold in holds.values():
+                    hold.users += 1
+                self._at_work.append(get_ident())
+                has_begun = True
             for hold in holds.values():
                 self._bring(hold)
             yield
         except BaseException:
-            self._leave(holds, parts=0)
+            if has_begun:  # a signal's handler may raise before
+                self._leave(holds, parts=0)
             raise
         self._leave(holds, parts=1)
 
@@ -172,7 +177,7 @@ class WeightHolds:
         """See :class:`penstock.homed.WeightHolder`."""
         with self._wake:
             self._paused += 1
-            self._wake.wait_for(lambda: not self._at_work)
+            self._wake.wait_for(lambda: not self._are_others_at_work)
         self.interrupt()
 
     def resume(self) -> None:
@@ -210,9 +215,14 @@ class WeightHolds:
         found = ((index, home_of(self._params[index].tensor)) for index in indices)
         return {index: home for index, home in found if home is not None}
 
+    @property
+    def _are_others_at_work(self) -> bool:
+        """True if threads but for this one work on tiles. Under the lock."""
+        return any(each != get_ident() for each in self._at_work)
+
     def _may_begin(self, indices: Sequence[int]) -> bool:
         """Return whether a tile that needs these weights may be worked on. Under the lock."""
-        if self._paused or not self._at_work:
+        if self._paused or not self._are_others_at_work:
             return not self._paused
         new = {i: home for i, home in self._homes_of(indices).items() if i not in self._holds}
         if not new:
@@ -247,7 +257,7 @@ class WeightHolds:
             ended = self._ended([self._holds.pop(index) for index in over])
         self._let_go(ended)
         with self._wake:
-            self._at_work -= 1
+            self._at_work.remove(get_ident())
             self._wake.notify_all()
 
     def _ended(self, holds: Sequence[_Hold]) -> list[HomedWeight]:

@@ -102,7 +102,7 @@ class RecordStore:
         keys = [(tile, slot) for tile in tiles for slot in range(self._slots)]
         places = self._files.reserve(
             [tile.record_bytes for tile, _ in keys],
-            file_name=f"penstock-states-{len(self._files.files)}.slab"
+            file_name=f"penstock-states-{len(self._files.named)}.slab"
             if self._is_durable
             else None,
             advice=lambda needed, free: _advice(needed, free, tiles),

@@ -57,7 +57,7 @@ class ReservedTier(Tier):
 
     Attributes:
         directories: Absolute paths.
-        files: Named files of each reservation, one in each directory.
+        named: Named files of each reservation, one in each directory.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ReservedTier(Tier):
             remedy=remedy,
         )
         super().__init__(spec, engine=engine, recorder=recorder)
-        self.files: list[tuple[DirectFile, ...]] = []
+        self.named: list[tuple[DirectFile, ...]] = []
         self._unnamed: WeakSet[DirectFile] = WeakSet()
         release_in_child(self, ReservedTier._close)
 
@@ -138,7 +138,7 @@ class ReservedTier(Tier):
             if file_name is None:
                 self._unnamed.update(made)
             else:
-                self.files.append(tuple(made))
+                self.named.append(tuple(made))
         return [ReservedPlace(tuple(made), offset) for offset in offsets]
 
     def sync(self) -> None:
@@ -147,7 +147,7 @@ class ReservedTier(Tier):
         Raises:
             TransferError: The device did not take it.
         """
-        for file in (file for files in self.files for file in files):
+        for file in (file for files in self.named for file in files):
             try:
                 os.fdatasync(file.fd)
             except OSError as error:
@@ -166,7 +166,7 @@ class ReservedTier(Tier):
         return  # it stays reserved
 
     def _close(self) -> None:
-        for file in (*(file for files in self.files for file in files), *self._unnamed):
+        for file in (*(file for files in self.named for file in files), *self._unnamed):
             file.close()
 
     def _check_space(
