@@ -466,9 +466,8 @@ class Tier(ABC):
             if reads:
                 check_readable(flight.ticket, self.spec)
             flight.ticket.in_flight += 1
-            self._in_flight.add(
-                flight
-            )  # the last call of this block: a signal may interrupt after it
+            # the last call of this block: a signal may interrupt after it
+            self._in_flight.add(flight)
 
     def _end(self, flight: _Flight) -> None:
         """Note that what ``_begin`` began is over, and that everyone that waited for it knows."""
